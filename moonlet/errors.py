@@ -1,0 +1,64 @@
+"""Every error that Moonlet raises on purpose.
+
+    MoonletError
+    ├── ConfigError            a key is unknown, missing or has a wrong value
+    ├── DataError              a corpus is empty, unreadable or not what it says
+    ├── CheckpointError        a checkpoint is cut short, of another shape or of another tokenizer
+    │   └── NoCheckpointError  there is no complete checkpoint to resume from
+    ├── NonFiniteError         a loss or a gradient is NaN or infinite
+    ├── StorageError           the disk is full or a file cannot be written
+    ├── KernelError            the kernels asked for cannot run here
+    └── MissingDependencyError an optional package is not installed
+
+Each message says what happened, where, and what to do about it; the command line prints it without a traceback.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class MoonletError(Exception):
+    """Base of all errors that a user can cause or repair."""
+
+
+class ConfigError(MoonletError):
+    """A configuration key is unknown, missing or has a wrong value."""
+
+
+class DataError(MoonletError):
+    """A corpus is empty, unreadable or not what it says."""
+
+
+class CheckpointError(MoonletError):
+    """A checkpoint is incomplete, of another shape, or belongs to another tokenizer."""
+
+
+class NoCheckpointError(CheckpointError):
+    """A run directory holds no complete checkpoint."""
+
+
+class NonFiniteError(MoonletError):
+    """A loss or gradient is NaN or infinite; nothing was updated."""
+
+
+class StorageError(MoonletError):
+    """A file cannot be written (full disk, permissions); what was saved before is intact."""
+
+
+class KernelError(MoonletError):
+    """The kernels asked for cannot run on this machine."""
+
+
+class MissingDependencyError(MoonletError):
+    """An optional package is needed and absent."""
+
+    def __init__(self, package: str, extra: str, purpose: str) -> None:
+        super().__init__(f"{purpose} needs the package '{package}': pip install 'moonlet[{extra}]'")
+
+
+def nearest_name(name: str, known: Iterable[str]) -> str:
+    """' (did you mean X?)' for the closest known name, or nothing."""
+    close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
+    return f" (did you mean '{close[0]}'?)" if close else ""
