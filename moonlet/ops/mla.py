@@ -1,0 +1,87 @@
+"""Attention of Gated MLA: causal softmax without rotation (k3_model.md section 1).
+
+Two forms. Expanded, for training and prefill: keys and values per head. Absorbed, for decoding: the up-projections are
+folded into the query and the output, so that one row of R + rope numbers a token serves all heads.
+
+B batch, T queries, S cached tokens, H heads, K query/key dim (nope + rope), V value dim, R latent width.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from moonlet.ops.rms_norm import at_least_fp32
+
+
+def causal_attention_plain(q_BTHK: Tensor, k_BSHK: Tensor, v_BSHV: Tensor, scale: float) -> Tensor:
+    """The definition, softmax in float32. Query t sees keys up to S - T + t. -> [B, T, H, V]."""
+    num_queries, num_keys = q_BTHK.shape[1], k_BSHK.shape[1]
+    scores = at_least_fp32(torch.einsum("bthk,bshk->bhts", q_BTHK, k_BSHK)) * scale
+    visible = torch.ones(num_queries, num_keys, dtype=torch.bool, device=scores.device).tril(num_keys - num_queries)
+    weights = torch.softmax(scores.masked_fill(~visible, -torch.inf), dim=-1)
+    return torch.einsum("bhts,bshv->bthv", weights.to(v_BSHV.dtype), v_BSHV)
+
+
+def causal_attention(
+    q_BTHK: Tensor, k_BSHK: Tensor, v_BSHV: Tensor, scale: float, seq_lens: tuple[int, ...] | None = None
+) -> Tensor:
+    """Fused causal attention; with `seq_lens` (B = 1, S = T) each document sees only itself. -> [B, T, H, V]."""
+    if seq_lens is None:
+        return _fused(q_BTHK, k_BSHK, v_BSHV, scale)
+    documents = zip(*(x.split(seq_lens, dim=1) for x in (q_BTHK, k_BSHK, v_BSHV)))
+    return torch.cat([_fused(q, k, v, scale) for q, k, v in documents], dim=1)
+
+
+def _fused(q_BTHK: Tensor, k_BSHK: Tensor, v_BSHV: Tensor, scale: float) -> Tensor:
+    num_queries, num_keys = q_BTHK.shape[1], k_BSHK.shape[1]
+    if num_queries not in (1, num_keys) or q_BTHK.dtype == torch.float64:
+        return causal_attention_plain(q_BTHK, k_BSHK, v_BSHV, scale)
+    # The fused kernel needs equal head sizes; with unequal ones torch silently takes the slow one.
+    value_dim = v_BSHV.shape[-1]
+    v_BSHV = F.pad(v_BSHV, (0, q_BTHK.shape[-1] - value_dim))
+    q, k, v = (x.transpose(1, 2) for x in (q_BTHK, k_BSHK, v_BSHV))
+    out = F.scaled_dot_product_attention(q, k, v, is_causal=num_queries > 1, scale=scale)
+    return out.transpose(1, 2)[..., :value_dim]
+
+
+def absorbed_attention(
+    q_nope_BTHN: Tensor, q_rope_BTHP: Tensor, latent_BSR: Tensor, rope_BSP: Tensor, up_HNVR: tuple[Tensor, Tensor], scale: float
+) -> Tensor:
+    """Attention against cached latents: scores = (q_nope W_k) . latent + q_rope . rope. -> [B, T, H, V].
+
+    up_HNVR: the key and value up-projections, [H, N, R] and [H, V, R].
+    """
+    up_k_HNR, up_v_HVR = up_HNVR
+    query_latent = torch.einsum("bthn,hnr->bthr", q_nope_BTHN, up_k_HNR)
+    scores = torch.einsum("bthr,bsr->bhts", query_latent, latent_BSR)
+    scores = at_least_fp32(scores + torch.einsum("bthp,bsp->bhts", q_rope_BTHP, rope_BSP)) * scale
+    num_queries, num_keys = scores.shape[-2:]
+    visible = torch.ones(num_queries, num_keys, dtype=torch.bool, device=scores.device).tril(num_keys - num_queries)
+    weights = torch.softmax(scores.masked_fill(~visible, -torch.inf), dim=-1).to(latent_BSR.dtype)
+    mixed = torch.einsum("bhts,bsr->bthr", weights, latent_BSR)
+    return torch.einsum("bthr,hvr->bthv", mixed, up_v_HVR)
+
+
+@torch.no_grad()
+def max_logit_bound(q_BTHK: Tensor, k_BSHK: Tensor, scale: float) -> Tensor:
+    """An upper bound [H] on each head's largest attention logit: scale * max |q| * max |k| (Cauchy-Schwarz)."""
+    return scale * q_BTHK.norm(dim=-1).amax((0, 1)) * k_BSHK.norm(dim=-1).amax((0, 1))
+
+
+@torch.no_grad()
+def max_logit(
+    q_BTHK: Tensor, k_BSHK: Tensor, scale: float, seq_lens: tuple[int, ...] | None = None, rows: int = 512
+) -> Tensor:
+    """Each head's largest visible attention logit [H], in blocks of query rows; documents apart with `seq_lens`."""
+    if seq_lens is not None:
+        documents = zip(q_BTHK.split(seq_lens, 1), k_BSHK.split(seq_lens, 1))
+        return torch.stack([max_logit(q, k, scale, rows=rows) for q, k in documents]).amax(0)
+    num_queries, num_keys = q_BTHK.shape[1], k_BSHK.shape[1]
+    visible = torch.ones(num_queries, num_keys, dtype=torch.bool, device=q_BTHK.device).tril(num_keys - num_queries)
+    tops = []
+    for start in range(0, num_queries, rows):
+        scores = torch.einsum("bthk,bshk->bhts", q_BTHK[:, start : start + rows], k_BSHK) * scale
+        tops.append(scores.masked_fill(~visible[start : start + rows], -torch.inf).amax((0, 2, 3)))
+    return torch.stack(tops).amax(0)

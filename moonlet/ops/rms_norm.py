@@ -1,0 +1,33 @@
+"""RMSNorm as K3 applies it (k3_model.md section 1), and the gated per-head form that follows KDA.
+
+Statistics are float32; the normalised value is cast to the model's dtype BEFORE the weight multiplies it.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def at_least_fp32(x: Tensor) -> Tensor:
+    """float32 for half precisions, unchanged for float32 and float64."""
+    return x if x.dtype == torch.float64 else x.float()
+
+
+def inverse_rms(x: Tensor, eps: float) -> Tensor:
+    """1 / sqrt(mean(x^2) + eps) over the last dim, kept as size 1; float32 or float64."""
+    return torch.rsqrt(at_least_fp32(x).square().mean(-1, keepdim=True) + eps)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """weight * cast(x / rms(x)). x [..., D], weight [D] -> [..., D] in x's dtype."""
+    return weight * (at_least_fp32(x) * inverse_rms(x, eps)).to(x.dtype)
+
+
+def gated_head_norm(o: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """RMSNorm over each head's value dim, times sigmoid(gate) (k3_system.md 1.2).
+
+    o [..., H, V], gate [..., H, V] (logits), weight [V] -> [..., H, V] in gate's dtype.
+    """
+    normed = rms_norm(o.to(gate.dtype), weight, eps)
+    return normed * torch.sigmoid(at_least_fp32(gate)).to(gate.dtype)
