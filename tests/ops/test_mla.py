@@ -1,0 +1,58 @@
+"""Attention forms against the definition: fused, packed, absorbed; the logit bound of QK-Clip."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from moonlet.ops.mla import absorbed_attention, causal_attention, causal_attention_plain, max_logit, max_logit_bound
+
+
+def _qkv(batch, queries, keys, heads=3, key_dim=12, value_dim=8):
+    torch.manual_seed(0)
+    return (
+        torch.randn(batch, queries, heads, key_dim),
+        torch.randn(batch, keys, heads, key_dim),
+        torch.randn(batch, keys, heads, value_dim),
+    )
+
+
+@pytest.mark.parametrize(("queries", "keys"), [(1, 1), (1, 9), (17, 17), (5, 12)])
+def test_fused_equals_the_definition(queries, keys):
+    q, k, v = _qkv(2, queries, keys)
+    torch.testing.assert_close(causal_attention(q, k, v, 0.3), causal_attention_plain(q, k, v, 0.3), atol=2e-6, rtol=1e-5)
+
+
+def test_packed_documents_are_attended_apart():
+    q, k, v = _qkv(1, 20, 20)
+    packed = causal_attention(q, k, v, 0.3, seq_lens=(7, 1, 12))
+    for start, end in ((0, 7), (7, 8), (8, 20)):
+        alone = causal_attention(q[:, start:end], k[:, start:end], v[:, start:end], 0.3)
+        assert torch.equal(packed[:, start:end], alone)
+
+
+def test_absorbed_equals_expanded():
+    torch.manual_seed(1)
+    batch, keys, heads, nope, rope, value, rank = 2, 11, 3, 8, 4, 6, 5
+    latent, shared = torch.randn(batch, keys, rank), torch.randn(batch, keys, rope)
+    up_k, up_v = torch.randn(heads, nope, rank), torch.randn(heads, value, rank)
+    q = torch.randn(batch, keys, heads, nope + rope)
+    k = torch.cat(
+        [torch.einsum("bsr,hnr->bshn", latent, up_k), shared.unsqueeze(2).expand(-1, -1, heads, -1)], dim=-1
+    )
+    v = torch.einsum("bsr,hvr->bshv", latent, up_v)
+    for queries in (1, 4):
+        expected = causal_attention_plain(q[:, -queries:], k, v, 0.2)
+        found = absorbed_attention(q[:, -queries:, :, :nope], q[:, -queries:, :, nope:], latent, shared, (up_k, up_v), 0.2)
+        torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+
+
+def test_max_logit_sees_only_what_a_query_sees_and_stays_below_its_bound():
+    q, k, _ = _qkv(1, 30, 30)
+    exact = max_logit(q, k, 0.3, rows=7)
+    scores = torch.einsum("bthk,bshk->bhts", q, k) * 0.3
+    masked = scores.masked_fill(~torch.ones(30, 30, dtype=torch.bool).tril(), -torch.inf)
+    torch.testing.assert_close(exact, masked.amax((0, 2, 3)))
+    assert (exact <= max_logit_bound(q, k, 0.3) + 1e-6).all()
+    apart = max_logit(q, k, 0.3, seq_lens=(10, 20))
+    assert (apart <= exact).all()
