@@ -28,10 +28,17 @@ def load_preset(name: str) -> dict[str, Any]:
 
 
 def resolve_model(table: dict[str, Any], where: str = "[model]") -> ModelConfig:
-    """A `[model]` table: an optional `preset` with any of its fields replaced."""
-    table = dict(table)
+    """A `[model]` table: an optional `preset` with any of its fields replaced. TOML has no null: write "none"."""
+    table = _none_from_text(table)
     base = load_preset(table.pop("preset")) if "preset" in table else {}
     return ModelConfig.parse(merge_model(base, table), where)
+
+
+def _none_from_text(table: dict[str, Any]) -> dict[str, Any]:
+    return {
+        key: _none_from_text(value) if isinstance(value, dict) else None if value == "none" else value
+        for key, value in table.items()
+    }
 
 
 def load_toml(path: Path) -> dict[str, Any]:
@@ -101,7 +108,9 @@ def _position(node: list[Any], part: str, override: str) -> int:
 
 def dump_toml(config: RunConfig) -> str:
     """The resolved configuration as TOML that `load_recipe` reads back to an equal one."""
-    return "\n".join(_lines(config.model_dump(mode="json", exclude_none=True), "")) + "\n"
+    table = config.model_dump(mode="json", exclude_none=True)
+    table["model"] = config.model.model_dump(mode="json")  # its fields have no defaults, so none may be left out
+    return "\n".join(_lines(table, "")) + "\n"
 
 
 def _lines(table: dict[str, Any], prefix: str) -> list[str]:
@@ -130,6 +139,8 @@ def _key(key: str) -> str:
 
 
 def _value(value: Any) -> str:
+    if value is None:
+        return '"none"'
     if isinstance(value, dict):
         return "{" + ", ".join(f"{_key(key)} = {_value(inner)}" for key, inner in value.items()) + "}"
     if isinstance(value, list):

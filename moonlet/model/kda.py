@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from moonlet.config import ModelConfig
 from moonlet.model.norm import RMSNorm, linear
 from moonlet.model.state import KDAState, empty_kda_state
-from moonlet.ops.kda import kda, kda_gate, l2_normalize
+from moonlet.ops.kda import kda, kda_gate, kda_step, l2_normalize
 from moonlet.ops.rms_norm import at_least_fp32, gated_head_norm
 from moonlet.ops.short_conv import short_conv
 
@@ -60,12 +60,20 @@ class KimiDeltaAttention(nn.Module):
         dt_bias_HK = self.dt_bias.view(self.num_heads, self.head_dim)
         log_decay = kda_gate(decay_logit, self.A_log, dt_bias_HK, self.lower_bound)
         beta_BTH = torch.sigmoid(at_least_fp32(self.b_proj(x_BTD)))
-        initial = state.recurrent if state is not None else None
-        o, final = kda(l2_normalize(q), l2_normalize(k), v, log_decay, beta_BTH, initial_state=initial, seq_lens=seq_lens)
-        if state is not None:
-            state.recurrent = final
+        o = self._recurrence((l2_normalize(q), l2_normalize(k), v, log_decay, beta_BTH), seq_lens, state)
         gate = self.g_proj(x_BTD) if self.full_rank_gate else self.g_b_proj(self.g_a_proj(x_BTD))
         return self.o_proj(gated_head_norm(o, self._heads(gate), self.o_norm.weight, self.eps).flatten(-2))
+
+    def _recurrence(
+        self, inputs: tuple[Tensor, ...], seq_lens: tuple[int, ...] | None, state: KDAState | None
+    ) -> Tensor:
+        if state is None:
+            return kda(*inputs, seq_lens=seq_lens)[0]
+        if inputs[0].shape[1] == 1:
+            o_BHV, state.recurrent = kda_step(*(x.squeeze(1) for x in inputs), state.recurrent)
+            return o_BHV.unsqueeze(1)
+        o, state.recurrent = kda(*inputs, initial_state=state.recurrent)
+        return o
 
     def _convolved(
         self, x_BTD: Tensor, seq_lens: tuple[int, ...] | None, state: KDAState | None
