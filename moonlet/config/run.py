@@ -119,7 +119,9 @@ class RunConfig(Strict):
         for stage in self.stages:
             for name in stage.mixture:
                 if name not in names:
-                    raise ValueError(f"stage '{stage.name}' mixes a source '{name}' that data.sources does not have {names}")
+                    raise ValueError(
+                        f"stage '{stage.name}' mixes a source '{name}' that data.sources does not have {names}"
+                    )
             if stage.seq_len > self.model.max_position_embeddings:
                 raise ValueError(f"stage '{stage.name}': seq_len exceeds the model's max_position_embeddings")
         return self

@@ -42,7 +42,11 @@ def _describe_one(root: type[BaseModel], item: dict[str, Any]) -> str:
             known = _fields_at(root, item["loc"][:-1])
             return f"unknown key '{key}'{nearest_name(str(item['loc'][-1]), known)}"
         case _:
-            return f"key '{key}': {item['msg']} (got {item['input']!r})" if key else item["msg"].removeprefix("Value error, ")
+            return (
+                f"key '{key}': {item['msg']} (got {item['input']!r})"
+                if key
+                else item["msg"].removeprefix("Value error, ")
+            )
 
 
 def _fields_at(model: type[BaseModel], path: tuple[int | str, ...]) -> list[str]:

@@ -35,7 +35,11 @@ class GatedMLA(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.num_heads, self.num_kv_heads = config.num_attention_heads, config.num_key_value_heads
-        self.nope_dim, self.rope_dim, self.value_dim = config.qk_nope_head_dim, config.qk_rope_head_dim, config.v_head_dim
+        self.nope_dim, self.rope_dim, self.value_dim = (
+            config.qk_nope_head_dim,
+            config.qk_rope_head_dim,
+            config.v_head_dim,
+        )
         self.latent_dim, self.q_lora_rank = config.kv_lora_rank, config.q_lora_rank
         self.scale = (self.nope_dim + self.rope_dim) ** -0.5
         hidden, query = config.hidden_size, self.num_heads * (self.nope_dim + self.rope_dim)

@@ -106,7 +106,9 @@ class K3(nn.Module):
             state.length += ids_BT.shape[1]
         return self.model.norm(stream.output())
 
-    def _layer(self, layer: Any, stream: ResidualStream, seq_lens: SeqLens, state: Any, routing: Any, trace: Any) -> None:
+    def _layer(
+        self, layer: Any, stream: ResidualStream, seq_lens: SeqLens, state: Any, routing: Any, trace: Any
+    ) -> None:
         attended = self._sublayer(layer.attention, stream.enter_layer(layer.index), seq_lens, state)
         stream.add(attended)
         fed = self._sublayer(layer.feed_forward, stream.read(), *routing)
@@ -129,7 +131,9 @@ class K3(nn.Module):
         sites.append(make_site("output", self.model.output_attn_res_norm, self.model.output_attn_res_proj))
         two_phase = self.depth_form == "two_phase" or (self.depth_form == "auto" and not torch.is_grad_enabled())
         eps = self.config.rms_norm_eps
-        return BlockAttentionResiduals(embedded, sites, block_size, eps, two_phase=two_phase and trace is None, trace=trace)
+        return BlockAttentionResiduals(
+            embedded, sites, block_size, eps, two_phase=two_phase and trace is None, trace=trace
+        )
 
     @staticmethod
     def _refuse_with_mask(seq_lens: SeqLens, state: DecodeState | None) -> None:
@@ -143,7 +147,9 @@ class K3(nn.Module):
         if seq_lens is None:
             return
         if ids_BT.shape[0] != 1 or sum(seq_lens) != ids_BT.shape[1] or min(seq_lens) < 1:
-            raise ValueError(f"seq_lens {seq_lens} must be positive and add up to one row, got ids of shape {tuple(ids_BT.shape)}")
+            raise ValueError(
+                f"seq_lens {seq_lens} must be positive and add up to one row, got ids of shape {tuple(ids_BT.shape)}"
+            )
         if state is not None:
             raise ValueError("packed documents cannot continue from a state: decode them as a batch")
 

@@ -70,7 +70,8 @@ class KimiDeltaAttention(nn.Module):
         if state is None:
             return kda(*inputs, seq_lens=seq_lens)[0]
         if inputs[0].shape[1] == 1:
-            o_BHV, state.recurrent = kda_step(*(x.squeeze(1) for x in inputs), state.recurrent)
+            q, k, v, log_decay, beta = (x.squeeze(1) for x in inputs)
+            o_BHV, state.recurrent = kda_step(q, k, v, log_decay, beta, state.recurrent)
             return o_BHV.unsqueeze(1)
         o, state.recurrent = kda(*inputs, initial_state=state.recurrent)
         return o

@@ -47,7 +47,12 @@ def _fused(q_BTHK: Tensor, k_BSHK: Tensor, v_BSHV: Tensor, scale: float) -> Tens
 
 
 def absorbed_attention(
-    q_nope_BTHN: Tensor, q_rope_BTHP: Tensor, latent_BSR: Tensor, rope_BSP: Tensor, up_HNVR: tuple[Tensor, Tensor], scale: float
+    q_nope_BTHN: Tensor,
+    q_rope_BTHP: Tensor,
+    latent_BSR: Tensor,
+    rope_BSP: Tensor,
+    up_HNVR: tuple[Tensor, Tensor],
+    scale: float,
 ) -> Tensor:
     """Attention against cached latents: scores = (q_nope W_k) . latent + q_rope . rope. -> [B, T, H, V].
 

@@ -91,7 +91,9 @@ def test_resolved_recipe_reads_back_equal(tmp_path):
 
 
 def test_overrides_reach_into_tables_and_lists(tmp_path):
-    table = apply_overrides(recipe(), ["stages.0.tokens=1280", "model.vocab_size=4096", "name=other", "optim.muon_lr=0.5"])
+    table = apply_overrides(
+        recipe(), ["stages.0.tokens=1280", "model.vocab_size=4096", "name=other", "optim.muon_lr=0.5"]
+    )
     run = resolve_run(table)
     assert run.stages[0].tokens == 1280 and run.name == "other" and run.optim.muon_lr == 0.5
     assert run.model.vocab_size == 4096

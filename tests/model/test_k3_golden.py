@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 from conftest import golden_stems
+from moonlet.model.hf import load_tensors
 
 from moonlet.config import ModelConfig
 from moonlet.model.attn_residuals import DepthTrace
-from moonlet.model.hf import load_tensors
 from moonlet.model.k3 import K3
 from moonlet.model.state import KDAState
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import torch
+from moonlet.model.hf import load_tensors
 from torch import nn
 
 from moonlet.config import ModelConfig
 from moonlet.model.attn_residuals import DepthTrace
 from moonlet.model.gated_mla import GatedMLA
-from moonlet.model.hf import load_tensors
 from moonlet.model.k3 import K3
 from moonlet.model.kda import KimiDeltaAttention
 from moonlet.model.latent_moe import LatentMoE
@@ -34,7 +34,9 @@ def check_gradients(golden, stem: str, module: nn.Module, x: torch.Tensor) -> No
     found = dict(module.named_parameters())
     for name, value in grads.items():
         if name.startswith("param.") and ".experts." not in name and not name.startswith("param.experts."):
-            torch.testing.assert_close(found[name.removeprefix("param.")].grad, value, **GRAD, msg=lambda m, n=name: f"{n}: {m}")
+            torch.testing.assert_close(
+                found[name.removeprefix("param.")].grad, value, **GRAD, msg=lambda m, n=name: f"{n}: {m}"
+            )
 
 
 def run_cached(module: nn.Module, x: torch.Tensor, pieces: list[int]):
@@ -164,7 +166,9 @@ def test_situ_mlp(golden):
         update={"activation_situ_beta": betas["beta"], "activation_situ_linear_beta": betas["linear_beta"]}
     )
     layer = MLP(config, part["param/gate_proj.weight"].shape[0])
-    load_tensors(layer, {name.removeprefix("param/"): value for name, value in part.items() if name.startswith("param/")})
+    load_tensors(
+        layer, {name.removeprefix("param/"): value for name, value in part.items() if name.startswith("param/")}
+    )
     torch.testing.assert_close(layer(part["x"]), part["y"], **CLOSE)
 
 

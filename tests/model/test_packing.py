@@ -101,7 +101,14 @@ def test_seq_lens_with_several_rows_are_refused():
         {"num_attention_heads": 6, "num_key_value_heads": 2},
         {"num_attention_heads": 6, "num_key_value_heads": 1},
         {"hidden_act": "silu", "activation_situ_beta": "none", "activation_situ_linear_beta": "none"},
-        {"linear_attn_config": {"head_dim": 16, "num_heads": 2, "gate_lower_bound": "none", "use_full_rank_gate": False}},
+        {
+            "linear_attn_config": {
+                "head_dim": 16,
+                "num_heads": 2,
+                "gate_lower_bound": "none",
+                "use_full_rank_gate": False,
+            }
+        },
         {"tie_word_embeddings": True},
         {"moe_router_activation_func": "softmax"},
         {"num_shared_experts": 0},

@@ -20,7 +20,9 @@ def _qkv(batch, queries, keys, heads=3, key_dim=12, value_dim=8):
 @pytest.mark.parametrize(("queries", "keys"), [(1, 1), (1, 9), (17, 17), (5, 12)])
 def test_fused_equals_the_definition(queries, keys):
     q, k, v = _qkv(2, queries, keys)
-    torch.testing.assert_close(causal_attention(q, k, v, 0.3), causal_attention_plain(q, k, v, 0.3), atol=2e-6, rtol=1e-5)
+    torch.testing.assert_close(
+        causal_attention(q, k, v, 0.3), causal_attention_plain(q, k, v, 0.3), atol=2e-6, rtol=1e-5
+    )
 
 
 def test_packed_documents_are_attended_apart():
@@ -37,13 +39,13 @@ def test_absorbed_equals_expanded():
     latent, shared = torch.randn(batch, keys, rank), torch.randn(batch, keys, rope)
     up_k, up_v = torch.randn(heads, nope, rank), torch.randn(heads, value, rank)
     q = torch.randn(batch, keys, heads, nope + rope)
-    k = torch.cat(
-        [torch.einsum("bsr,hnr->bshn", latent, up_k), shared.unsqueeze(2).expand(-1, -1, heads, -1)], dim=-1
-    )
+    k = torch.cat([torch.einsum("bsr,hnr->bshn", latent, up_k), shared.unsqueeze(2).expand(-1, -1, heads, -1)], dim=-1)
     v = torch.einsum("bsr,hvr->bshv", latent, up_v)
     for queries in (1, 4):
         expected = causal_attention_plain(q[:, -queries:], k, v, 0.2)
-        found = absorbed_attention(q[:, -queries:, :, :nope], q[:, -queries:, :, nope:], latent, shared, (up_k, up_v), 0.2)
+        found = absorbed_attention(
+            q[:, -queries:, :, :nope], q[:, -queries:, :, nope:], latent, shared, (up_k, up_v), 0.2
+        )
         torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
 
 
