@@ -4,10 +4,11 @@ Inside a chunk, with G_i = g_0 + ... + g_i for each key channel and S the state 
 
     A_ij = scale * sum_d q_id k_jd exp(G_id - G_jd)   (j <= i)         P_ij = sum_d k_id k_jd exp(G_id - G_jd)   (j < i)
     x_i  = v_i - (k_i exp(G_i)) S                                      (I + Diag(beta) P) u = Diag(beta) x
-    o_i  = scale * (q_i exp(G_i)) S + sum_j A_ij u_j                   S' = Diag(exp G_15) S + sum_j (k_j exp(G_15 - G_j))^T u_j
+    o_i  = scale * (q_i exp(G_i)) S + sum_j A_ij u_j
+    S'   = Diag(exp G_15) S + sum_j (k_j exp(G_15 - G_j))^T u_j
 
-exp(G_i - G_j) is split into exp(G_i - G_m) exp(G_m - G_j) around the middle token m, so that A and P are dense products;
-with g >= -5 no exponent leaves [-40, 40]. Chunks that decay faster than that (softplus gate) take A and P from the
+exp(G_i - G_j) is split into exp(G_i - G_m) exp(G_m - G_j) around the middle token m, so that A and P are dense
+products; with g >= -5 no exponent leaves [-40, 40]. Chunks that decay faster than that (softplus gate) take A and P from the
 pairs themselves (`_pairwise_tiles`): every form is exact and none clamps.
 
 Documents of different lengths run side by side. Chunks are rows, ordered by their place in the document and then by the
@@ -94,10 +95,10 @@ def kda_chunk(
     batch, tokens, heads, key_dim = q_BTHK.shape
     plan = _plan(document_lengths(batch, tokens, seq_lens), q_BTHK.device)
     inputs = [at_least_fp32(x).flatten(0, 1) for x in (q_BTHK, k_BTHK, v_BTHV, g_BTHK, beta_BTH)]
-    if initial_state is None:
-        initial_state = inputs[0].new_zeros(len(plan.order), heads, key_dim, v_BTHV.shape[-1])
+    shape = len(plan.order), heads, key_dim, v_BTHV.shape[-1]
+    initial = inputs[0].new_zeros(shape) if initial_state is None else initial_state.to(inputs[0].dtype)
     scale = key_dim**-0.5 if scale is None else scale
-    out, final = _ChunkedKDA.apply(*inputs, initial_state.to(inputs[0].dtype), scale, plan)
+    out, final = _ChunkedKDA.apply(*inputs, initial, scale, plan)
     return out.view_as(v_BTHV).to(v_BTHV.dtype), final
 
 
@@ -105,7 +106,8 @@ class _ChunkedKDA(torch.autograd.Function):
     """Inputs flattened to [N, H, *]; the states of the documents before each segment are all that is kept."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, initial: Tensor, scale: float, plan: _Plan):
+    def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, Tensor]:
+        q, k, v, g, beta, initial, scale, plan = arguments
         state = initial[plan.order].flatten(0, 1)
         out = v.new_empty(len(v) + 1, *v.shape[1:])
         checkpoints = []
@@ -133,7 +135,9 @@ class _ChunkedKDA(torch.autograd.Function):
                 trace = _run_states(chunks, segment.active, state.clone(), keep_states=True)
                 d_o = _to_rows(d_out, segment.token_of_slot)
                 for d_input, rows in zip(d_inputs, _backward_rows(chunks, trace, segment, d_o, d_state)):
-                    d_input.index_copy_(0, segment.token_of_slot, _to_slots(rows, d_out.shape[1]).view(-1, *d_input.shape[1:]))
+                    d_input.index_copy_(
+                        0, segment.token_of_slot, _to_slots(rows, d_out.shape[1]).view(-1, *d_input.shape[1:])
+                    )
         return *(d[:-1] for d in d_inputs), d_state.view_as(d_final)[plan.inverse], None, None
 
 
@@ -350,7 +354,7 @@ def _pairwise_grads(q: Tensor, k: Tensor, g: Tensor, d_A: Tensor, d_P: Tensor) -
 def _gate_grad(
     chunks: _Chunks, grads: _StateGrads, d_q: Tensor, d_k: tuple[Tensor, Tensor], last_slot_R: Tensor
 ) -> Tensor:
-    """G_i gains q.dq and k.dk where token i is the later one and loses k.dk where it is the earlier; g sums G backwards."""
+    """G_i gains q.dq and k.dk of token i as the later one of a pair, and loses k.dk as the earlier one."""
     d_late, d_early = d_k
     ahead = chunks.k_ahead * grads.d_ahead
     last = last_slot_R.view(-1, 1, 1).expand(-1, 1, ahead.shape[-1])

@@ -1,0 +1,1 @@
+"""C++ kernels beside the torch forms of `ops/`: built at first use, loaded with ctypes, tested against definitions."""
