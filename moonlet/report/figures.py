@@ -71,9 +71,14 @@ def _bands(results: Table) -> list[tuple[float, float, str]]:
     spans = []
     for stage in results["stages"]:
         if stage["last_tokens"] is not None and stage["last_tokens"] > stage["first_tokens"]:
-            window = f" · {stage['seq_len']:,}" if stage.get("seq_len") else ""
-            spans.append((stage["first_tokens"], stage["last_tokens"], f"{stage['name']}{window}"))
+            spans.append((stage["first_tokens"], stage["last_tokens"], _stage_label(stage)))
     return spans
+
+
+def _stage_label(stage: Table) -> str:
+    """`short · 256`; a stage that is named by its window, such as `4k`, needs no more than its name."""
+    window = stage.get("seq_len")
+    return stage["name"] if not window or stage["name"][0].isdigit() else f"{stage['name']} · {window:,}"
 
 
 def _pick_scale(values: list[float], ratio: float = 4.0) -> Any:
