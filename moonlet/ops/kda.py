@@ -19,6 +19,7 @@ from torch import Tensor
 from moonlet.ops.backend import kernels
 from moonlet.ops.documents import document_lengths
 from moonlet.ops.kda_chunk import kda_chunk
+from moonlet.ops.native import kda as native
 from moonlet.ops.rms_norm import at_least_fp32
 
 
@@ -111,7 +112,10 @@ def kda(
     the bit, on that document alone. Raises ValueError where `seq_lens` and the shapes disagree.
     """
     which = kernels()
-    form = kda_recurrent if which == "naive" else kda_chunk
+    if which == "naive":
+        form = kda_recurrent
+    else:
+        form = native.kda if which == "native" and native.takes(q_BTHK, v_BTHV) else kda_chunk
     return form(q_BTHK, k_BTHK, v_BTHV, g_BTHK, beta_BTH, scale=scale, initial_state=initial_state, seq_lens=seq_lens)
 
 

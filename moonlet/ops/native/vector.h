@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
+#include <utility>
 
 #ifdef MOONLET_LANES
 constexpr int LANES = MOONLET_LANES;
@@ -23,15 +24,72 @@ typedef int32_t IntVec __attribute__((vector_size(LANES * 4)));
 
 INLINE Vec load(const float* p) { return *(const VecAnywhere*)p; }
 INLINE void store(float* p, Vec x) { *(VecAnywhere*)p = x; }
-INLINE Vec splat(float x) { return Vec{} + x; }
+INLINE Vec splat(float x) { return x - Vec{}; }
 INLINE Vec choose(IntVec mask, Vec yes, Vec no) { return (Vec)(((IntVec)yes & mask) | ((IntVec)no & ~mask)); }
 INLINE Vec larger(Vec a, Vec b) { return choose(a > b, a, b); }
 INLINE Vec absolute(Vec x) { return (Vec)((IntVec)x & 0x7fffffff); }
 
+// Lanes of a and b by a constant rule: `Rule::lane(i)` in [0, LANES) picks from a, in [LANES, 2 LANES) from b.
+template <class Rule, size_t... I>
+INLINE Vec pick(Vec a, Vec b, std::index_sequence<I...>) {
+#if defined(__clang__) || __GNUC__ >= 12
+  return __builtin_shufflevector(a, b, Rule::lane(I)...);
+#else
+  return __builtin_shuffle(a, b, IntVec{Rule::lane(I)...});
+#endif
+}
+template <class Rule>
+INLINE Vec pick(Vec a, Vec b) {
+  return pick<Rule>(a, b, std::make_index_sequence<LANES>{});
+}
+
+template <int S>
+struct Rotate {
+  static constexpr int lane(int i) { return (i + S) % LANES; }
+};
+template <int S>
+struct LowerHalves {  // of each group of 2S lanes: a's first S, then b's first S
+  static constexpr int lane(int i) { return (i & S) ? LANES + i - S : i; }
+};
+template <int S>
+struct UpperHalves {
+  static constexpr int lane(int i) { return (i & S) ? LANES + i : i + S; }
+};
+
+template <int S = LANES / 2>
 INLINE float sum(Vec x) {
-  float total = 0;
-  for (int i = 0; i < LANES; i++) total += x[i];
-  return total;
+  x += pick<Rotate<S>>(x, x);
+  if constexpr (S > 1) return sum<S / 2>(x);
+  return x[0];
+}
+
+// LANES vectors of LANES numbers, transposed in place by log2(LANES) exchanges.
+template <int S = LANES / 2>
+INLINE void transpose(Vec* x) {
+#pragma GCC unroll 16
+  for (int i = 0; i < LANES; i++) {
+    if (i & S) continue;
+    Vec a = x[i], b = x[i + S];
+    x[i] = pick<LowerHalves<S>>(a, b);
+    x[i + S] = pick<UpperHalves<S>>(a, b);
+  }
+  if constexpr (S > 1) transpose<S / 2>(x);
+}
+
+// Block of LANES x LANES numbers from rows `from_step` apart to rows `to_step` apart, transposed.
+INLINE void transpose_block(const float* from, int64_t from_step, float* to, int64_t to_step) {
+  Vec x[LANES];
+#pragma GCC unroll 16
+  for (int i = 0; i < LANES; i++) x[i] = load(from + i * from_step);
+  transpose(x);
+#pragma GCC unroll 16
+  for (int i = 0; i < LANES; i++) store(to + i * to_step, x[i]);
+}
+
+// [rows][columns] -> [columns][rows]; both are multiples of LANES.
+INLINE void transpose_matrix(const float* from, int64_t from_step, float* to, int64_t to_step, int rows, int columns) {
+  for (int c = 0; c < columns; c += LANES)
+    for (int r = 0; r < rows; r += LANES) transpose_block(from + r * from_step + c, from_step, to + c * to_step + r, to_step);
 }
 
 // exp(x) to about 1 ulp; 0 below -87.3, finite up to 88. NaN stays NaN.
