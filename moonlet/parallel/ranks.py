@@ -22,7 +22,6 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -97,31 +96,34 @@ def joined_ranks() -> Iterator[Ranks]:
 def spawn_ranks(function: Callable[..., None], num_ranks: int, arguments: tuple[Any, ...]) -> None:
     """Run `function(ranks, *arguments)` in `num_ranks` new processes, one thread each, and wait for them.
 
-    Function and arguments must be picklable by name. Ctrl-C reaches the ranks, and this process waits for them to
-    finish. If this process dies, so do they.
+    Function and arguments must be picklable by name. SIGINT and SIGTERM are passed on to the ranks, and this process
+    waits for them to finish. If this process dies, so do they.
 
     Raises:
         MoonletError: whatever a rank raised of that kind, once; or a rank was killed. The other ranks are ended.
         RuntimeError: a rank failed otherwise; its traceback is in the message.
     """
     context = multiprocessing.get_context("spawn")
-    with tempfile.TemporaryDirectory(prefix="moonlet-ranks-") as folder, _ignoring_interrupts():
-        processes, pipes = [], []
-        for rank in range(num_ranks):
-            receiver, sender = context.Pipe(duplex=False)
-            task = (function, Ranks(rank, num_ranks), arguments, str(Path(folder) / "rendezvous"), sender, os.getpid())
-            process = context.Process(target=_rank_main, args=task, name=f"rank {rank}")
-            process.start()
-            sender.close()
-            processes.append(process)
-            pipes.append(receiver)
+    processes: list[Any] = []
+    with tempfile.TemporaryDirectory(prefix="moonlet-ranks-") as folder, _passing_signals_to(processes) as passed:
+        pipes = {}
         try:
+            for rank in range(num_ranks):
+                receiver, sender = context.Pipe(duplex=False)
+                task = (function, Ranks(rank, num_ranks), arguments, f"{folder}/rendezvous", sender, os.getpid())
+                process = context.Process(target=_rank_main, args=task, name=f"rank {rank}")
+                process.start()
+                sender.close()
+                processes.append(process)
+                pipes[process] = receiver
             failed = _wait(processes)
         finally:
             for process in processes:
                 process.kill()
                 process.join()
-        _raise_first_failure(failed, dict(zip(processes, pipes)))
+    _raise_first_failure(failed, pipes)
+    if passed:
+        raise KeyboardInterrupt
 
 
 def _wait(processes: list[Any]) -> list[Any]:
@@ -140,7 +142,7 @@ def _wait(processes: list[Any]) -> list[Any]:
 
 def _raise_first_failure(failed: list[Any], pipes: dict[Any, Any]) -> None:
     """Raise what went wrong first; what the others then said about a lost connection is not news."""
-    told = {}
+    told: dict[Any, tuple[float, BaseException | None, str]] = {}
     for process in failed:
         with contextlib.suppress(EOFError, OSError):
             if pipes[process].poll():
@@ -151,7 +153,7 @@ def _raise_first_failure(failed: list[Any], pipes: dict[Any, Any]) -> None:
             raise MoonletError(f"{process.name} ended without a word (exit code {code}); was the memory full?")
     if told:
         process, (_, error, trace) = min(told.items(), key=lambda item: item[1][0])
-        if isinstance(error, MoonletError):
+        if isinstance(error, MoonletError | KeyboardInterrupt):
             raise error
         raise RuntimeError(f"{process.name} failed, so the run was ended:\n{trace}") from error
 
@@ -161,6 +163,7 @@ def _rank_main(
 ) -> None:
     settle_process()
     _die_with(parent)
+    os.setpgrp()  # the terminal's Ctrl-C goes to the parent, which passes it on: once, not twice
     # Nothing but this machine takes part, whatever its network looks like.
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     try:
@@ -169,7 +172,7 @@ def _rank_main(
         )
         with _leaving_group():
             function(ranks, *arguments)
-    except Exception as error:
+    except (Exception, KeyboardInterrupt) as error:
         # The pipe holds 64 KiB before somebody reads it.
         sender.send((time.monotonic(), _picklable(error), traceback.format_exc()[-30_000:]))
         sys.exit(1)
@@ -182,7 +185,7 @@ def _leaving_group() -> Iterator[None]:
     dist.destroy_process_group()
 
 
-def _picklable(error: Exception) -> Exception | None:
+def _picklable(error: BaseException) -> BaseException | None:
     try:
         pickle.loads(pickle.dumps(error))
     except Exception:
@@ -199,14 +202,23 @@ def _die_with(parent: int) -> None:
 
 
 @contextlib.contextmanager
-def _ignoring_interrupts() -> Iterator[None]:
-    """Ctrl-C goes to the whole process group: the ranks decide what it means."""
+def _passing_signals_to(processes: list[Any]) -> Iterator[list[int]]:
+    """Pass SIGINT and SIGTERM on; the ranks decide what they mean. Yields the list of those that came."""
+    passed: list[int] = []
+
+    def pass_on(number: int, frame: Any) -> None:
+        passed.append(number)
+        for process in processes:
+            if process.is_alive():
+                os.kill(process.pid, number)
+
     try:
-        before = signal.signal(signal.SIGINT, lambda *_: None)
+        before = {number: signal.signal(number, pass_on) for number in (signal.SIGINT, signal.SIGTERM)}
     except ValueError:  # not the main thread, which gets no signals
-        yield
+        yield passed
         return
     try:
-        yield
+        yield passed
     finally:
-        signal.signal(signal.SIGINT, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
