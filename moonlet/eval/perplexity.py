@@ -23,6 +23,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from moonlet.data.corpus import Corpus, HeldoutDocument
 from moonlet.errors import DataError
 from moonlet.model.k3 import K3
 from moonlet.model.state import DecodeState, MLAState
@@ -41,6 +42,37 @@ class HeldoutScore:
     nats_per_token: float
     tokens: int
     bytes: int
+
+
+def heldout_bits_per_byte(
+    model: K3,
+    corpus: Corpus,
+    *,
+    seq_len: int,
+    max_tokens: int | None = None,
+    batch_tokens: int = 8192,
+    progress: Progress | None = None,
+) -> HeldoutScore:
+    """Score the held-out documents of a corpus (`choose_heldout`); the bytes are those of their texts.
+
+    Raises DataError where nothing is held out.
+    """
+    documents = choose_heldout(corpus, max_tokens)
+    ids = [torch.from_numpy(document.tokens) for document in documents]
+    nats = document_nats(model, ids, seq_len=seq_len, batch_tokens=batch_tokens, progress=progress)
+    return compute_score(nats, sum(map(len, ids)), sum(document.num_bytes for document in documents))
+
+
+def choose_heldout(corpus: Corpus, max_tokens: int | None = None) -> list[HeldoutDocument]:
+    """Whole held-out documents in the corpus's order, as many as fit in `max_tokens`, but one at least."""
+    chosen: list[HeldoutDocument] = []
+    total = 0
+    for document in corpus.heldout:
+        total += len(document.tokens)
+        if chosen and max_tokens is not None and total > max_tokens:
+            break
+        chosen.append(document)
+    return chosen
 
 
 @torch.inference_mode()

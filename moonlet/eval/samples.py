@@ -91,21 +91,25 @@ def generate(
     model: K3,
     tokenizer: Tokenizer,
     prompt_ids: Sequence[int],
+    sampling: Sampling,
     *,
     max_tokens: int,
-    temperature: float,
-    seed: int,
     stop_ids: Collection[int] = (),
 ) -> Iterator[int]:
     """Yields at most `max_tokens` ids that continue the prompt; ends before a token of `stop_ids` or [EOS]."""
-    text = Continuation(model, control_ids(tokenizer) - {tokenizer.special_id(END)})
+    text = Continuation(model, sampled_never(tokenizer))
     text.add(prompt_ids)
     stops = {*stop_ids, tokenizer.special_id(END)}
     for _ in range(max_tokens):
-        token = text.next_token(Sampling(temperature, seed))
+        token = text.next_token(sampling)
         if token in stops:
             return
         yield token
+
+
+def sampled_never(tokenizer: Tokenizer) -> set[int]:
+    """Control tokens but for [EOS]."""
+    return control_ids(tokenizer) - {tokenizer.special_id(END)}
 
 
 def control_ids(tokenizer: Tokenizer) -> set[int]:
@@ -166,16 +170,7 @@ def draw_sample(
 ) -> Sample:
     """Continue `prompt` by at most `max_tokens` tokens; an empty prompt stands for an empty first line."""
     prompt_ids = tokenizer.encode(prompt or "\n")
-    ids = list(
-        generate(
-            model,
-            tokenizer,
-            prompt_ids,
-            max_tokens=max_tokens,
-            temperature=sampling.temperature,
-            seed=sampling.seed,
-        )
-    )
+    ids = list(generate(model, tokenizer, prompt_ids, sampling, max_tokens=max_tokens))
     text = tokenizer.decode(ids)
     whole = prompt + text
     if len(ids) == max_tokens:

@@ -26,8 +26,8 @@ WARM = Sampling(temperature=1.0, seed=3)
 
 
 def _ids(model, tokenizer, prompt: str, **changes) -> list[int]:
-    options = {"max_tokens": 24, "temperature": 1.0, "seed": 3} | changes
-    return list(generate(model, tokenizer, tokenizer.encode(prompt), **options))
+    sampling = Sampling(changes.pop("temperature", 1.0), changes.pop("seed", 3))
+    return list(generate(model, tokenizer, tokenizer.encode(prompt), sampling, **{"max_tokens": 24} | changes))
 
 
 def test_the_same_seed_gives_the_same_text(model, tokenizer) -> None:
@@ -38,9 +38,7 @@ def test_the_same_seed_gives_the_same_text(model, tokenizer) -> None:
 def test_cutting_a_text_into_calls_changes_nothing(model, tokenizer) -> None:
     whole = _ids(model, tokenizer, "def ")
     half = _ids(model, tokenizer, "def ", max_tokens=10)
-    rest = list(
-        generate(model, tokenizer, tokenizer.encode("def ") + half, max_tokens=14, temperature=1.0, seed=3)
-    )
+    rest = list(generate(model, tokenizer, tokenizer.encode("def ") + half, WARM, max_tokens=14))
     assert half + rest == whole
 
 
@@ -49,7 +47,7 @@ def test_temperature_zero_takes_the_most_probable_token(model, tokenizer) -> Non
     with torch.no_grad():
         logits = model(torch.tensor([prompt]))[0, -1]
     logits[sorted(control_ids(tokenizer))] = -torch.inf
-    assert next(generate(model, tokenizer, prompt, max_tokens=1, temperature=0, seed=0)) == int(logits.argmax())
+    assert next(generate(model, tokenizer, prompt, Sampling(0, 0), max_tokens=1)) == int(logits.argmax())
 
 
 def test_control_tokens_are_never_sampled(new_model, tokenizer) -> None:
@@ -80,7 +78,7 @@ def test_stop_ids_end_before_themselves(model, tokenizer) -> None:
 def test_random_numbers_of_positions_are_uniform_and_apart() -> None:
     numbers = torch.tensor([uniform(seed, position) for seed in range(20) for position in range(200)])
     assert len(set(numbers.tolist())) == len(numbers)
-    assert 0 <= numbers.min() and numbers.max() < 1
+    assert numbers.min() >= 0 and numbers.max() < 1
     counts = torch.histc(numbers, 10, 0, 1)
     assert ((counts - 400).abs() < 5 * 19).all()  # five standard deviations
 
