@@ -36,18 +36,23 @@ def build_empty(
     Raises:
         ConfigError: there is a vision half, but no id of its placeholder token.
     """
-    if vision is not None and media_token_id is None:
-        raise ConfigError("a model with vision needs media_placeholder_token_id")
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
         with torch.device(device), _SkipInit():
-            text_only = vision is None or media_token_id is None
-            model = K3(config) if text_only else K3Multimodal(config, vision, media_token_id)
+            model = _build(config, vision, media_token_id)
     finally:
         torch.set_default_dtype(before)
     _keep_float32(model, config)
     return model
+
+
+def _build(config: ModelConfig, vision: VisionConfig | None, media_token_id: int | None) -> K3 | K3Multimodal:
+    if vision is None:
+        return K3(config)
+    if media_token_id is None:
+        raise ConfigError("a model with vision needs media_placeholder_token_id")
+    return K3Multimodal(config, vision, media_token_id)
 
 
 def tensors_of(model: K3 | K3Multimodal) -> dict[str, torch.Tensor]:
