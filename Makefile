@@ -34,10 +34,10 @@ $(BIN)/python:
 
 $(VENV)/demo.stamp: pyproject.toml constraints.txt | $(BIN)/python
 	@echo "installing Moonlet into $(VENV) (once; torch is the big part)"
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e .
+	$(BIN)/python -m pip install -qq --no-compile -c constraints.txt -e .
 	@touch $@
 
 $(VENV)/dev.stamp: pyproject.toml constraints.txt | $(BIN)/python
 	@echo "installing Moonlet and its tests into $(VENV) (once; torch is the big part)"
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev]'
+	$(BIN)/python -m pip install -qq --no-compile -c constraints.txt -e '.[dev]'
 	@touch $@ $(VENV)/demo.stamp
