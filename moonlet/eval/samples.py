@@ -127,7 +127,8 @@ def choose_token(logits_V: Tensor, sampling: Sampling, position: int) -> int:
     """Draw from softmax(logits / temperature) with the random number of (seed, position), in float64."""
     if sampling.temperature == 0:
         return int(logits_V.argmax())
-    edges_V = torch.softmax(logits_V.double() / sampling.temperature, dim=-1).cumsum(0)
+    scaled_V = (logits_V.double() - logits_V.max()) / sampling.temperature  # at most 0, however small the temperature
+    edges_V = torch.softmax(scaled_V, dim=-1).cumsum(0)
     # Scaled by the last edge, which rounding leaves beside 1: the point lies below it, in a token of some probability.
     point = uniform(sampling.seed, position) * edges_V[-1]
     return int(torch.searchsorted(edges_V, point, right=True))

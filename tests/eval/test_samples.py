@@ -92,6 +92,10 @@ def test_tokens_are_drawn_in_proportion() -> None:
     torch.testing.assert_close(found, wanted, atol=0.03, rtol=0)
 
 
+def test_the_smallest_temperature_is_still_one() -> None:
+    assert choose_token(torch.tensor([3.0, 700.0, -9.0]), Sampling(5e-324, seed=1), position=0) == 1
+
+
 def test_kda_state_is_constant_and_mla_grows_by_one_row_a_token(model, tokenizer) -> None:
     text = Continuation(model)
     text.add(tokenizer.encode("a"))
