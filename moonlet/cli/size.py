@@ -46,13 +46,14 @@ def _print(target: str, size: Size) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    table = Table(title=f"{target}, checked against its modules on the meta device")
-    table.add_column("part")
+    table = Table("part")
     for column in ("parameters", "share", "checkpoint bytes"):
         table.add_column(column, justify="right", no_wrap=True)
     for part, count in size.parts.items():
         table.add_row(part, f"{count:,}", f"{count / size.total:.2%}", f"{size.bytes_by_part[part]:,}")
     console = Console()
+    title = f"{target}: by formula, checked against its modules on the meta device"
+    console.print(title, soft_wrap=True, highlight=False, markup=False)
     console.print(table)
     for name, value in _totals(size):
         console.print(f"{name:<28}{value}", soft_wrap=True, highlight=False)
