@@ -20,6 +20,8 @@ from moonlet.ops.backend import kernels
 from moonlet.ops.documents import document_lengths
 from moonlet.ops.kda_chunk import kda_chunk
 from moonlet.ops.native import kda as native
+from moonlet.ops.native.kda_inputs import kda_gate as native_gate
+from moonlet.ops.native.library import fits
 from moonlet.ops.rms_norm import at_least_fp32
 
 
@@ -38,6 +40,9 @@ def kda_gate_plain(f_BTHK: Tensor, A_log_H: Tensor, dt_bias_HK: Tensor, lower_bo
 
 def kda_gate(f_BTHK: Tensor, A_log_H: Tensor, dt_bias_HK: Tensor, lower_bound: float | None) -> Tensor:
     """`kda_gate_plain` by the fastest kernel that runs here."""
+    is_native = kernels() == "native" and fits(f_BTHK, A_log_H, dt_bias_HK, width=f_BTHK.shape[-1])
+    if is_native and lower_bound is not None:
+        return native_gate(f_BTHK, A_log_H, dt_bias_HK, lower_bound)
     return kda_gate_plain(f_BTHK, A_log_H, dt_bias_HK, lower_bound)
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from moonlet.ops.documents import document_lengths
-from moonlet.ops.native.library import address, function, load
+from moonlet.ops.native.library import load, run
 
 CHUNK = 16
 CHECKPOINT_BYTES = 64 << 20  # states kept for the backward pass; longer rows keep fewer and rebuild the rest
@@ -34,7 +34,7 @@ class _Layout:
     def sizes(self) -> tuple[Any, ...]:
         """The last arguments of both kernels."""
         documents = len(self.starts) - 1
-        return documents, *self.dims, self.interval, self.scale, torch.get_num_threads()
+        return documents, *self.dims, self.interval, float(self.scale), torch.get_num_threads()
 
 
 def _layout(lengths: tuple[int, ...], dims: tuple[int, int, int], scale: float) -> _Layout:
@@ -88,8 +88,7 @@ class _NativeKDA(torch.autograd.Function):
         count = int(layout.checkpoint_starts[-1])
         checkpoints = torch.empty(count, *layout.dims) if needs_grad else None
         where = layout.starts, layout.checkpoint_starts
-        tensors = [address(x) for x in (*inputs, *where, state, out, u, checkpoints)]
-        function("kda_forward", "p" * 11 + "iiiiifi")(*tensors, *layout.sizes)
+        run("kda_forward", *inputs, *where, state, out, u, checkpoints, *layout.sizes)
         ctx.save_for_backward(*inputs, u, checkpoints)
         ctx.layout = layout
         return out, state
@@ -101,6 +100,5 @@ class _NativeKDA(torch.autograd.Function):
         d_out, d_state = grads[0].contiguous(), grads[1].contiguous().clone()
         d_inputs = [torch.empty_like(x) for x in inputs]
         where = layout.starts, layout.checkpoint_starts
-        tensors = [address(x) for x in (*inputs, *where, u, checkpoints, d_out, d_state, *d_inputs)]
-        function("kda_backward", "p" * 16 + "iiiiifi")(*tensors, *layout.sizes)
+        run("kda_backward", *inputs, *where, u, checkpoints, d_out, d_state, *d_inputs, *layout.sizes)
         return *d_inputs, d_state, None, None

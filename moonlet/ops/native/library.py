@@ -6,7 +6,6 @@ The functions release Python's lock, allocate only scratch of their own, and giv
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -16,8 +15,6 @@ from torch import Tensor
 
 from moonlet.errors import KernelError
 from moonlet.ops.native.build import Build, build
-
-_KINDS = {"p": ctypes.c_void_p, "i": ctypes.c_int64, "f": ctypes.c_float}
 
 
 @dataclass(frozen=True)
@@ -58,18 +55,17 @@ def build_report() -> dict[str, Any]:
     }
 
 
-@lru_cache(maxsize=64)
-def function(name: str, kinds: str) -> Callable[..., None]:
-    """Kernel `name` taking pointers (p), integers (i) and floats (f)."""
-    found = getattr(load().handle, f"moonlet_{name}")
-    found.argtypes = [_KINDS[kind] for kind in kinds]
-    found.restype = None
-    return found
+def run(name: str, *arguments: Tensor | int | float | None) -> None:
+    """Call kernel `name`. Tensors are contiguous (or come with their strides) and stay alive through the call."""
+    getattr(load().handle, f"moonlet_{name}")(*(_for_c(argument) for argument in arguments))
 
 
-def address(x: Tensor | None) -> int | None:
-    """Where a contiguous float32 or int64 tensor lies in memory."""
-    return None if x is None else x.data_ptr()
+def _for_c(argument: Tensor | int | float | None) -> Any:
+    if isinstance(argument, float):
+        return ctypes.c_float(argument)
+    if isinstance(argument, int):
+        return ctypes.c_int64(argument)
+    return ctypes.c_void_p(None if argument is None else argument.data_ptr())
 
 
 def fits(*tensors: Tensor | None, width: int) -> bool:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moonlet.ops.native.library import address, function
+from moonlet.ops.native.library import run
 
 
 def situ_glu(gate: Tensor, up: Tensor, beta: float, linear_beta: float) -> Tensor:
@@ -34,8 +34,8 @@ def _halves(rows_NI: Tensor) -> tuple[Tensor, Tensor]:
 def _forward(inputs: tuple[Tensor, Tensor], betas: tuple[float, float]) -> Tensor:
     rows, width = inputs[0].shape
     out = inputs[0].new_empty(rows, width)
-    tensors, strides = [address(x) for x in (*inputs, out)], [x.stride(0) for x in inputs]
-    function("situ_forward", "pppiiiiffi")(*tensors, rows, width, *strides, *betas, torch.get_num_threads())
+    strides = inputs[0].stride(0), inputs[1].stride(0)
+    run("situ_forward", *inputs, out, rows, width, *strides, *map(float, betas), torch.get_num_threads())
     return out
 
 
@@ -44,8 +44,8 @@ def _backward(
 ) -> None:
     rows, width = inputs[0].shape
     strides = inputs[0].stride(0), inputs[1].stride(0), grads[0].stride(0)
-    tensors = [address(x) for x in (*inputs, d_out, *grads)]
-    function("situ_backward", "pppppiiiiiffi")(*tensors, rows, width, *strides, *betas, torch.get_num_threads())
+    sizes = rows, width, *strides, *map(float, betas), torch.get_num_threads()
+    run("situ_backward", *inputs, d_out, *grads, *sizes)
 
 
 class _SituGlu(torch.autograd.Function):

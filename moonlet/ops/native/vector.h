@@ -110,7 +110,7 @@ INLINE Vec exponential(Vec x) {
   p = p * r + 0.5f;
   p = p * r * r + r + 1.f;
   IntVec exponent = ((IntVec)shifted) << 23;
-  return choose(vanishes, Vec{}, (Vec)((IntVec)p + exponent));
+  return choose(x == x, choose(vanishes, Vec{}, (Vec)((IntVec)p + exponent)), x);
 }
 
 INLINE Vec sigmoid(Vec x) { return 1.f / (1.f + exponential(-x)); }

@@ -1,0 +1,130 @@
+// Causal depthwise convolution, SiLU and (for queries and keys) L2 norm of each head, in one pass over packed documents.
+// x, y [N][C] with C = heads * D; weight [W][C]; eps < 0 leaves the norm out.
+#include "blocks.h"
+
+namespace {
+
+struct Conv {
+  const float *x, *weight;
+  const int64_t* starts;  // [documents + 1]
+  int64_t documents, heads, x_step;
+  int D, width;
+  float eps;
+
+  int64_t channels() const { return heads * D; }
+  int64_t tokens() const { return starts[documents]; }
+  int64_t document_of(int64_t token) const {
+    int64_t low = 0, high = documents;
+    while (high - low > 1) {
+      int64_t middle = (low + high) / 2;
+      (starts[middle] <= token ? low : high) = middle;
+    }
+    return low;
+  }
+};
+
+// The convolution at channels i.. of a token that has `taps` inputs in its document (itself first, at most W).
+INLINE Vec convolve(const Conv& c, const float* x, int64_t i, int taps) {
+  const int64_t C = c.channels();
+  Vec y = load(x + i) * load(c.weight + (c.width - 1) * C + i);
+  for (int j = 1; j < taps; j++) y += load(x - j * c.x_step + i) * load(c.weight + (c.width - 1 - j) * C + i);
+  return y;
+}
+
+INLINE int taps_of(const Conv& c, int64_t place) { return (int)(place + 1 < c.width ? place + 1 : c.width); }
+
+INLINE void forward_token(const Conv& c, int64_t token, int taps, float* out) {
+  const float* x = c.x + token * c.x_step;
+  for (int64_t h = 0; h < c.heads; h++) {
+    Vec squares{};
+    for (int64_t i = h * c.D; i < (h + 1) * c.D; i += LANES) {
+      Vec y = convolve(c, x, i, taps), a = y * sigmoid(y);
+      squares += a * a;
+      store(out + i, a);
+    }
+    if (c.eps < 0) continue;
+    float scale = 1.f / std::sqrt(sum(squares) + c.eps);
+    for (int64_t i = h * c.D; i < (h + 1) * c.D; i += LANES) store(out + i, load(out + i) * scale);
+  }
+}
+
+// Gradient of the convolution's output for one token, from that of the normalised activation.
+INLINE void backward_token(const Conv& c, int64_t token, int taps, const float* d_out, float* d_y, float* slopes) {
+  const float* x = c.x + token * c.x_step;
+  for (int64_t h = 0; h < c.heads; h++) {
+    Vec squares{}, along{};
+    const int64_t first = h * c.D;
+    for (int64_t i = first; i < first + c.D; i += LANES) {
+      Vec y = convolve(c, x, i, taps), s = sigmoid(y), a = y * s;
+      squares += a * a, along += a * load(d_out + i);
+      store(d_y + i, a), store(slopes + i - first, s + a * (1.f - s));
+    }
+    float scale = 1.f, pull = 0.f;
+    if (c.eps >= 0) {
+      scale = 1.f / std::sqrt(sum(squares) + c.eps);
+      pull = sum(along) * scale * scale * scale;
+    }
+    for (int64_t i = first; i < first + c.D; i += LANES)
+      store(d_y + i, (load(d_out + i) * scale - load(d_y + i) * pull) * load(slopes + i - first));
+  }
+}
+
+// Tokens of a block from last to first. d_x_t needs d_y of the W-1 tokens after it: those behind the block's end are
+// computed again, their part of d_weight belongs to the next block.
+void backward_block(const Conv& c, int64_t first, int64_t last, const float* d_out, float* d_x, float* d_weight, float* ring) {
+  const int64_t C = c.channels();
+  int64_t document = c.document_of(last - 1), end = c.starts[document + 1];
+  int64_t token = last - 1 + c.width - 1 < end ? last - 1 + c.width - 1 : end - 1;
+  for (; token >= first; token--) {
+    if (token < c.starts[document]) end = c.starts[document], document = c.document_of(token);
+    int taps = taps_of(c, token - c.starts[document]);
+    float* d_y = ring + (token % c.width) * C;
+    backward_token(c, token, taps, d_out + token * C, d_y, ring + c.width * C);
+    if (token >= last) continue;
+    int later = (int)(end - token < c.width ? end - token : c.width);
+    const float* x = c.x + token * c.x_step;
+    for (int64_t i = 0; i < C; i += LANES) {
+      Vec total{}, here = load(d_y + i);
+      for (int j = 0; j < later; j++)
+        total += load(ring + (token + j) % c.width * C + i) * load(c.weight + (c.width - 1 - j) * C + i);
+      store(d_x + token * C + i, total);
+      for (int j = 0; j < taps; j++) add_to(d_weight + (c.width - 1 - j) * C + i, here * load(x - j * c.x_step + i));
+    }
+  }
+}
+
+}  // namespace
+
+extern "C" {
+
+void moonlet_conv_norm_forward(const float* x, const float* weight, const int64_t* starts, float* out, int64_t documents,
+                               int64_t heads, int64_t dim, int64_t width, int64_t x_step, float eps, int64_t threads) {
+  Conv c{x, weight, starts, documents, heads, x_step, (int)dim, (int)width, eps};
+  const int64_t tokens = c.tokens(), blocks = blocks_of(tokens);
+#pragma omp parallel for num_threads(threads) if (threads > 1) schedule(static)
+  for (int64_t block = 0; block < blocks; block++) {
+    int64_t token = block * BLOCK, document = c.document_of(token);
+    for (; token < block_end(block, tokens); token++) {
+      if (token == c.starts[document + 1]) document++;
+      forward_token(c, token, taps_of(c, token - c.starts[document]), out + token * c.channels());
+    }
+  }
+}
+
+void moonlet_conv_norm_backward(const float* x, const float* weight, const int64_t* starts, const float* d_out, float* d_x,
+                                float* d_weight, int64_t documents, int64_t heads, int64_t dim, int64_t width,
+                                int64_t x_step, float eps, int64_t threads) {
+  Conv c{x, weight, starts, documents, heads, x_step, (int)dim, (int)width, eps};
+  const int64_t tokens = c.tokens(), C = c.channels();
+  PartialSums weights(tokens, width * C);
+#pragma omp parallel num_threads(threads) if (threads > 1)
+  {
+    float* ring = aligned_floats(width * C + dim);  // d_y of the last W tokens, then slopes of one head
+#pragma omp for schedule(static)
+    for (int64_t block = 0; block < weights.blocks; block++)
+      backward_block(c, block * BLOCK, block_end(block, tokens), d_out, d_x, weights.of(block), ring);
+    free(ring);
+  }
+  weights.total(d_weight);
+}
+}
