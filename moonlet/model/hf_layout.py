@@ -27,7 +27,7 @@ Dtype = Literal["BF16", "F32", "MXFP4"]
 Shape = tuple[int, ...]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Entry:
     """One kind of released weight; `layers` and `experts` say how many copies of it there are."""
 
@@ -71,7 +71,7 @@ class Entry:
                 yield Weight(self, layer, expert)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Weight:
     """One released weight, and the place of its numbers in our model."""
 
@@ -91,7 +91,7 @@ class Weight:
 
     @property
     def is_text(self) -> bool:
-        return not self.name.startswith(VISION_PREFIXES)
+        return not self.entry.name.startswith(VISION_PREFIXES)
 
     @property
     def parameter(self) -> str:
@@ -125,7 +125,7 @@ def shard_key(weight: Weight) -> tuple[int, int]:
     """Released order of shards: one for each layer, then the trunk, the projector and the vision tower."""
     if weight.layer is not None and weight.is_text:
         return 0, weight.layer
-    return (1, 0) if weight.is_text else (2, 0) if weight.name.startswith("mm_projector.") else (3, 0)
+    return (1, 0) if weight.is_text else (2, 0) if weight.entry.name.startswith("mm_projector.") else (3, 0)
 
 
 def _layers(config: ModelConfig, *, kda: bool | None = None, moe: bool | None = None) -> tuple[int, ...]:

@@ -96,12 +96,12 @@ def export_released(model: K3 | K3Multimodal, folder: Path, options: ExportOptio
 
 def plan_shards(weights: list[Weight], quantized: bool = True, max_bytes: int | None = None) -> dict[Weight, str]:
     """Weight -> file. Without a limit one file for each layer, then trunk, projector and vision tower, as released."""
-    ordered = sorted(weights, key=shard_key)
+    sizes = {entry: entry.num_bytes(quantized) // entry.copies for entry in {weight.entry for weight in weights}}
+    keyed = sorted(((shard_key(weight), weight) for weight in weights), key=lambda pair: pair[0])
     groups: dict[Weight, int] = {}
     last, used, count = None, 0, 0
-    for weight in ordered:
-        size = sum(prod(shape) * _BYTES[dtype] for _, shape, dtype in weight.entry.stored(quantized))
-        key = shard_key(weight)
+    for key, weight in keyed:
+        size = sizes[weight.entry]
         if last is None or (key != last if max_bytes is None else used + size > max_bytes):
             count, used = count + 1, 0
         last, used = key, used + size

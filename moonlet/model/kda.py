@@ -12,6 +12,7 @@ from moonlet.config import ModelConfig
 from moonlet.model.norm import RMSNorm, linear
 from moonlet.model.state import KDAState, empty_kda_state
 from moonlet.ops.kda import kda, kda_gate, kda_step, l2_normalize
+from moonlet.ops.kda_inputs import kda_inputs
 from moonlet.ops.rms_norm import at_least_fp32, gated_head_norm
 from moonlet.ops.short_conv import short_conv
 
@@ -23,10 +24,8 @@ class ShortConv(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(channels, 1, width))
 
-    def forward(
-        self, x_BTC: Tensor, window_BCW: Tensor | None, seq_lens: tuple[int, ...] | None
-    ) -> tuple[Tensor, Tensor]:
-        return short_conv(x_BTC, self.weight.squeeze(1), initial_window=window_BCW, seq_lens=seq_lens)
+    def forward(self, x_BTC: Tensor, window_BCW: Tensor) -> tuple[Tensor, Tensor]:
+        return short_conv(x_BTC, self.weight.squeeze(1), initial_window=window_BCW)
 
 
 class KimiDeltaAttention(nn.Module):
@@ -55,12 +54,12 @@ class KimiDeltaAttention(nn.Module):
         self.o_proj = linear(channels, hidden)
 
     def forward(self, x_BTD: Tensor, seq_lens: tuple[int, ...] | None = None, state: KDAState | None = None) -> Tensor:
-        q, k, v = self._convolved(x_BTD, seq_lens, state)
+        q, k, v = self._inputs(x_BTD, seq_lens) if state is None else self._inputs_after(x_BTD, state)
         decay_logit = self._heads(self.f_b_proj(self.f_a_proj(x_BTD)))
         dt_bias_HK = self.dt_bias.view(self.num_heads, self.head_dim)
         log_decay = kda_gate(decay_logit, self.A_log, dt_bias_HK, self.lower_bound)
         beta_BTH = torch.sigmoid(at_least_fp32(self.b_proj(x_BTD)))
-        o = self._recurrence((l2_normalize(q), l2_normalize(k), v, log_decay, beta_BTH), seq_lens, state)
+        o = self._recurrence((q, k, v, log_decay, beta_BTH), seq_lens, state)
         gate = self.g_proj(x_BTD) if self.full_rank_gate else self.g_b_proj(self.g_a_proj(x_BTD))
         return self.o_proj(gated_head_norm(o, self._heads(gate), self.o_norm.weight, self.eps).flatten(-2))
 
@@ -76,16 +75,18 @@ class KimiDeltaAttention(nn.Module):
         o, state.recurrent = kda(*inputs, initial_state=state.recurrent)
         return o
 
-    def _convolved(
-        self, x_BTD: Tensor, seq_lens: tuple[int, ...] | None, state: KDAState | None
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        windows = (state.conv_q, state.conv_k, state.conv_v) if state is not None else (None, None, None)
-        q, window_q = self.q_conv1d(self.q_proj(x_BTD), windows[0], seq_lens)
-        k, window_k = self.k_conv1d(self.k_proj(x_BTD), windows[1], seq_lens)
-        v, window_v = self.v_conv1d(self.v_proj(x_BTD), windows[2], seq_lens)
-        if state is not None:
-            state.conv_q, state.conv_k, state.conv_v = window_q, window_k, window_v
-        return self._heads(q), self._heads(k), self._heads(v)
+    def _inputs(self, x_BTD: Tensor, seq_lens: tuple[int, ...] | None) -> tuple[Tensor, Tensor, Tensor]:
+        """q, k, v of whole documents, convolved and normalised."""
+        weights = tuple(conv.weight.squeeze(1) for conv in (self.q_conv1d, self.k_conv1d, self.v_conv1d))
+        raw = self.q_proj(x_BTD), self.k_proj(x_BTD), self.v_proj(x_BTD)
+        return kda_inputs(*raw, weights, num_heads=self.num_heads, seq_lens=seq_lens)
+
+    def _inputs_after(self, x_BTD: Tensor, state: KDAState) -> tuple[Tensor, Tensor, Tensor]:
+        """The same where the convolutions continue from the windows of a state, which they update."""
+        q, state.conv_q = self.q_conv1d(self.q_proj(x_BTD), state.conv_q)
+        k, state.conv_k = self.k_conv1d(self.k_proj(x_BTD), state.conv_k)
+        v, state.conv_v = self.v_conv1d(self.v_proj(x_BTD), state.conv_v)
+        return l2_normalize(self._heads(q)), l2_normalize(self._heads(k)), self._heads(v)
 
     def _heads(self, x_BTC: Tensor) -> Tensor:
         return x_BTC.unflatten(-1, (self.num_heads, self.head_dim))

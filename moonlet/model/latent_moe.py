@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from moonlet.config import ModelConfig
-from moonlet.model.mlp import MLP, glu
+from moonlet.model.mlp import MLP, glu_packed
 from moonlet.model.norm import RMSNorm, linear
 from moonlet.model.router import Router
 from moonlet.ops.grouped_linear import combine_rows, dispatch_rows, grouped_linear, plan_dispatch
@@ -27,8 +27,8 @@ class Experts(nn.Module):
 
     def forward(self, x_PL: Tensor, ends_E: Tensor) -> Tensor:
         dtype = x_PL.dtype
-        gate, up = grouped_linear(x_PL, self.w13.to(dtype), ends_E).chunk(2, dim=-1)
-        return grouped_linear(glu(self.config, gate, up), self.w2.to(dtype), ends_E)
+        gate_up = grouped_linear(x_PL, self.w13.to(dtype), ends_E)
+        return grouped_linear(glu_packed(self.config, gate_up), self.w2.to(dtype), ends_E)
 
 
 class LatentMoE(nn.Module):

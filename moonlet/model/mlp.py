@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from moonlet.config import ModelConfig
 from moonlet.model.norm import linear
-from moonlet.ops.situ import situ_glu, swiglu
+from moonlet.ops.situ import situ_glu, situ_glu_packed, swiglu
 
 
 def glu(config: ModelConfig, gate: Tensor, up: Tensor) -> Tensor:
@@ -15,6 +15,14 @@ def glu(config: ModelConfig, gate: Tensor, up: Tensor) -> Tensor:
         return swiglu(gate, up)
     assert config.activation_situ_beta is not None and config.activation_situ_linear_beta is not None
     return situ_glu(gate, up, config.activation_situ_beta, config.activation_situ_linear_beta)
+
+
+def glu_packed(config: ModelConfig, gate_up: Tensor) -> Tensor:
+    """`glu` of the two halves of one product [..., 2I], gate first."""
+    if config.hidden_act == "silu":
+        return swiglu(*gate_up.chunk(2, dim=-1))
+    assert config.activation_situ_beta is not None and config.activation_situ_linear_beta is not None
+    return situ_glu_packed(gate_up, config.activation_situ_beta, config.activation_situ_linear_beta)
 
 
 class MLP(nn.Module):

@@ -19,6 +19,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from moonlet.ops.native import usable
+from moonlet.ops.native.attn_res_mix import attn_res_mix
 from moonlet.ops.rms_norm import at_least_fp32, inverse_rms
 
 
@@ -41,6 +43,8 @@ def mix_plain(sources: Sequence[Tensor], query_D: Tensor, eps: float) -> Mix:
 
 def mix(sources: Sequence[Tensor], query_D: Tensor, eps: float) -> Tensor:
     """The same mix with a backward that saves no copy of a source. sources S x [..., D], query [D] -> [..., D]."""
+    if usable(query_D, *sources, width=query_D.numel()):
+        return attn_res_mix(sources, query_D, eps)
     return _Mix.apply(query_D, eps, *sources)
 
 

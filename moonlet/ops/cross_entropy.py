@@ -15,6 +15,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from moonlet.ops.native import usable
+from moonlet.ops.native.cross_entropy import softmax_cross_entropy_
+
 IGNORE = -100
 
 
@@ -72,6 +75,8 @@ def _chunk_loss(hidden_CD: Tensor, weight_VD: Tensor, labels_C: Tensor, with_gra
     """Loss sum of a chunk and the gradient of its logits [C, V] (in the dtype of the products)."""
     logits = hidden_CD @ weight_VD.T
     logits = logits.to(torch.promote_types(torch.float32, logits.dtype))
+    if usable(logits, width=logits.shape[1]):
+        return softmax_cross_entropy_(logits, labels_C).sum(), logits.to(hidden_CD.dtype)
     picked = labels_C.unsqueeze(1)
     at_label = logits.gather(1, picked).squeeze(1)
     if not with_grad:

@@ -8,6 +8,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from moonlet.ops.native import norm as native
+from moonlet.ops.native import usable
+
 
 def at_least_fp32(x: Tensor) -> Tensor:
     """float32 for half precisions, unchanged for float32 and float64."""
@@ -21,6 +24,13 @@ def inverse_rms(x: Tensor, eps: float) -> Tensor:
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """weight * cast(x / rms(x)). x [..., D], weight [D] -> [..., D] in x's dtype."""
+    if usable(x, weight, width=x.shape[-1]):
+        return native.rms_norm(x, weight, eps)
+    return rms_norm_plain(x, weight, eps)
+
+
+def rms_norm_plain(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """The definition of `rms_norm`."""
     return weight * (at_least_fp32(x) * inverse_rms(x, eps)).to(x.dtype)
 
 
@@ -29,5 +39,7 @@ def gated_head_norm(o: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tens
 
     o [..., H, V], gate [..., H, V] (logits), weight [V] -> [..., H, V] in gate's dtype.
     """
-    normed = rms_norm(o.to(gate.dtype), weight, eps)
+    if usable(o, gate, weight, width=o.shape[-1]):
+        return native.gated_head_norm(o, gate, weight, eps)
+    normed = rms_norm_plain(o.to(gate.dtype), weight, eps)
     return normed * torch.sigmoid(at_least_fp32(gate)).to(gate.dtype)

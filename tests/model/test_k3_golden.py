@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from conftest import golden_stems
-from moonlet.model.hf import load_tensors
+from golden_weights import load_tensors
 
 from moonlet.config import ModelConfig
 from moonlet.model.attn_residuals import DepthTrace

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from moonlet.model.hf import load_tensors
+from golden_weights import load_tensors
 from torch import nn
 
 from moonlet.config import ModelConfig
