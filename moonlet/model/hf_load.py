@@ -34,7 +34,7 @@ class LoadReport:
     """What was loaded, and what is needed to write it back in the same form."""
 
     config: ReleasedConfig
-    weight_map: dict[str, str]  # tensor -> file
+    weight_map: dict[str, str]  # loaded tensor -> file
     loaded: int
     expected: int
     skipped: int  # vision tensors left out on request
@@ -85,7 +85,8 @@ def load_released(
         _fill(model, plan, files)
     expected = plan.num_tensors
     _LOG.info("%s: %d loaded / %d expected tensors", folder, expected, expected)
-    report = LoadReport(config, files.weight_map, expected, expected, len(skipped), files.has_packed, bool(prefix))
+    weight_map = {name: file for name, file in files.weight_map.items() if name not in skipped}
+    report = LoadReport(config, weight_map, expected, expected, len(skipped), files.has_packed, bool(prefix))
     return model.eval(), report
 
 

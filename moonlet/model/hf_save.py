@@ -50,9 +50,12 @@ class ExportOptions:
 
     @classmethod
     def like(cls, folder: Path, report: LoadReport, tokenizer_path: Path | None = None) -> Self:
-        """Write a loaded checkpoint back exactly as it was in `folder`."""
+        """Write a loaded checkpoint back exactly as it was in `folder`, without what was left out when it was loaded."""
+        raw = dict(report.config.raw)
+        if report.skipped:
+            del raw["vision_config"]
         return cls(
-            raw=report.config.raw,
+            raw=raw,
             weight_map=report.weight_map,
             source=folder,
             tokenizer_path=tokenizer_path,

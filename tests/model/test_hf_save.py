@@ -82,6 +82,18 @@ def test_golden_release_in_the_released_split_has_the_same_tensors(golden, name,
 
 @pytest.mark.golden
 @pytest.mark.parametrize("name", RELEASES)
+def test_golden_text_half_goes_out_alone(golden, name, tmp_path):
+    source = golden.folder / name
+    model, report = load_released(source, text_only=True)
+    export_released(model, tmp_path / "out", ExportOptions.like(source, report))
+    text, again = load_released(tmp_path / "out")
+    assert isinstance(text, K3) and again.weight_map == report.weight_map
+    with CheckpointFiles(source) as before, CheckpointFiles(tmp_path / "out") as after:
+        assert all(torch.equal(before.tensor(key), after.tensor(key)) for key in after.weight_map)
+
+
+@pytest.mark.golden
+@pytest.mark.parametrize("name", RELEASES)
 def test_golden_bytes_of_another_encoder_are_kept(golden, name, tmp_path):
     """Blocks that ours would write with a smaller scale come back as they were, and unchanged neighbours of a change too."""
     source = Path(shutil.copytree(golden.folder / name, tmp_path / "source", copy_function=shutil.copyfile))
@@ -164,9 +176,11 @@ def test_types_follow_the_released_rule(tmp_path):
 def test_split_of_the_released_model():
     config, vision = resolve_model({"preset": "k3"}), load_vision_preset("k3")
     assert vision is not None
+    entries = layout(config, vision)
+    stored = {entry: len(entry.stored()) for entry in entries}
     files: Counter[str] = Counter()
-    for weight, file in plan_shards([w for entry in layout(config, vision) for w in entry.weights()]).items():
-        files[file] += len(weight.entry.stored())
+    for weight, file in plan_shards([weight for entry in entries for weight in entry.weights()]).items():
+        files[file] += stored[weight.entry]
     assert len(files) == 96 and sum(files.values()) == 497_220
     counts = [files[f"model-{number:05d}-of-000096.safetensors"] for number in range(1, 97)]
     assert counts[0] == 23 and set(counts[1:93]) == {5404, 5398} and counts[93:] == [5, 3, 165]
