@@ -43,7 +43,7 @@ def collect_results(run_dir: Path) -> Table:
     heldout = [line for line in lines if line.get("kind") == "heldout"]
     if not train:
         missing.append(f"training figures: {METRICS_FILE} has no training line; the run stopped before its first one")
-    evaluation = {name: _read_json(run_dir / "eval" / f"{name}.json", missing) for name in ("heldout", "recall")}
+    evaluation = _evaluation(run_dir, recipe, missing)
     stages = _stages(train, heldout, recipe)
     results = {
         "format": FORMAT,
@@ -53,10 +53,10 @@ def collect_results(run_dir: Path) -> Table:
         "train": _columns(train, _TRAIN_COLUMNS),
         "heldout": _columns(heldout, _HELDOUT_COLUMNS),
         "experts": _experts(train, missing),
-        "depth": _depth(lines, missing),
+        "depth": _depth(lines, recipe, missing),
         "gradient_by_depth": _gradient_by_depth(train),
         "recall": evaluation["recall"],
-        "samples": _samples(run_dir, missing),
+        "samples": evaluation["samples"] or [],
         "config": config,
         "missing": missing,
     }
@@ -88,10 +88,13 @@ def _read_json(path: Path, missing: list[str]) -> Any:
     return None
 
 
-def _samples(run_dir: Path, missing: list[str]) -> list[Table]:
-    beside = run_dir / "samples.json"
-    path = beside if beside.is_file() else run_dir / "eval" / "samples.json"
-    return _read_json(path, missing) or []
+def _evaluation(run_dir: Path, recipe: RunConfig | None, missing: list[str]) -> Table:
+    """Contents of eval/*.json by stem; None for what is absent, which is a lack only if the recipe asks for it."""
+    asked = {"heldout": True, "recall": True, "samples": True}
+    if recipe is not None:
+        asked |= {"recall": bool(recipe.eval.recall_distances), "samples": bool(recipe.eval.prompts)}
+    paths = {name: run_dir / "eval" / f"{name}.json" for name in asked}
+    return {name: _read_json(path, missing) if asked[name] or path.exists() else None for name, path in paths.items()}
 
 
 def _reason(error: Exception) -> str:
@@ -176,7 +179,7 @@ def _experts(train: list[Table], missing: list[str]) -> Table:
     lines = [line for line in train if line.get("max_violation")]
     routers = list(dict.fromkeys(name for line in lines for name in line["max_violation"]))
     loads = [{"step": line.get("step"), "routers": line["expert_load"]} for line in train if line.get("expert_load")]
-    if train and not loads:
+    if lines and not loads:
         missing.append("expert load: no line has the tokens of each expert yet")
     return {
         "step": [line.get("step") for line in lines],
@@ -186,13 +189,14 @@ def _experts(train: list[Table], missing: list[str]) -> Table:
     }
 
 
-def _depth(lines: list[Table], missing: list[str]) -> list[Table]:
+def _depth(lines: list[Table], recipe: RunConfig | None, missing: list[str]) -> list[Table]:
     """Depth attention at the end of each stage: how much each site reads from each source."""
     found = []
     for line in lines:
         if line.get("kind") == "depth" and line.get("sites") and line.get("weights"):
             found.append({key: line.get(key) for key in ("step", "stage", "sites", "sources", "weights")})
-    if not found:
+    has_mixes = recipe is None or recipe.model.attn_res_block_size is not None
+    if has_mixes and not found:
         missing.append("depth attention: it is measured at the end of each stage, and no stage has ended")
     return found
 

@@ -74,7 +74,6 @@ def _tiles(results: dict[str, Any]) -> list[tuple[str, str, str]]:
     recall, distance = headline["recall"], "of a planted fact"
     if recall:
         distance = f"at {recall['distance']:,} tokens"
-    whole = _whole_seconds(run)
     return [
         (_format(ours, ".3f"), "bits per byte", remark),
         (_format(headline["train_loss"], ".3f"), "training loss", "nats per token, last"),
@@ -84,7 +83,7 @@ def _tiles(results: dict[str, Any]) -> list[tuple[str, str, str]]:
         (
             format_duration(run["training_seconds"]).replace("-", _BLANK),
             "training time",
-            f"whole job {format_duration(whole)}" if whole else "",
+            "evaluation not counted",
         ),
     ]
 
@@ -110,19 +109,13 @@ def _bars(headline: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _facts(run: dict[str, Any]) -> list[tuple[str, str]]:
-    """What the run said about itself at its start, and when it ran."""
+    """What the run said about itself at its start, and when it ran; times are UTC."""
     facts = [("run", run["name"]), ("folder", run["folder"]), ("seed", run["seed"]), ("resumes", run["resumes"])]
-    facts += [(name, _date(run[name])) for name in ("started", "ended")]
-    facts.append(("whole job", format_duration(_whole_seconds(run))))
+    facts += [(name, _date(run[key])) for name, key in (("first event", "started"), ("last event", "ended"))]
     facts += [(name.replace("_", " "), value) for name, value in run["facts"].items()]
     return [
         (name, f"{value:,}" if isinstance(value, int) else str(value)) for name, value in facts if value is not None
     ]
-
-
-def _whole_seconds(run: dict[str, Any]) -> float | None:
-    """From the first event to the last, pauses between attempts included."""
-    return run["ended"] - run["started"] if run["started"] is not None else None
 
 
 def _date(timestamp: float | None) -> str | None:

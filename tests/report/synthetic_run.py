@@ -31,7 +31,7 @@ def synthetic_config() -> RunConfig:
     ]
     source = {"name": "stdlib", "kind": "stdlib"}
     table = {"name": "laptop", "seed": 7, "model": {"preset": "nano"}, "data": {"sources": [source]}, "stages": stages}
-    return resolve_run(table)
+    return resolve_run({**table, "eval": {"recall_distances": [64, 256, 1024, 2048, 3500], "prompts": ["def "]}})
 
 
 def write_synthetic_run(folder: Path, share: float = 1.0) -> Path:

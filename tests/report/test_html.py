@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import tomllib
 from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
 from report.synthetic_run import write_synthetic_run
 
+from moonlet.config import dump_toml, resolve_run
 from moonlet.errors import DataError
 from moonlet.report.collect import collect_results
 from moonlet.report.html import build_report
@@ -125,6 +127,18 @@ def test_the_released_shape_fits_on_a_page(tmp_path: Path) -> None:
     _check_page(page)
     assert "groups of experts" in page
     assert len(page) < 6_000_000
+
+
+def test_what_the_recipe_does_not_ask_for_is_not_missed(finished_run: Path, tmp_path: Path) -> None:
+    run = shutil.copytree(finished_run, tmp_path / "run")
+    recipe = run / "config.resolved.toml"
+    assert "[eval]" in recipe.read_text()
+    for name in ("recall", "samples"):
+        (run / "eval" / f"{name}.json").unlink()
+    assert len(collect_results(run)["missing"]) == 2
+    plain = resolve_run({**tomllib.loads(recipe.read_text()), "eval": {}})
+    recipe.write_text(dump_toml(plain))
+    assert collect_results(run)["missing"] == []
 
 
 def test_what_is_not_a_run_directory_is_said(tmp_path: Path) -> None:
