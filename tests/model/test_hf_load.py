@@ -308,11 +308,11 @@ def test_a_trained_model_is_still_trained_after_export_and_import(tmp_path):
 
 
 _MEASURE = """
-import resource, sys
+import re, sys
 from pathlib import Path
 from moonlet.model.hf import load_released
-import moonlet.model.k3
-peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+# Not ru_maxrss: that of the parent is inherited.
+peak = lambda: int(re.search(r"VmHWM:\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1]) * 1024
 before = peak()
 model, _ = load_released(Path(sys.argv[1]))
 size = sum(p.numel() * p.element_size() for p in model.parameters())
@@ -320,6 +320,7 @@ print((peak() - before) / size)
 """
 
 
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="peak memory is read from Linux's /proc")
 def test_loading_holds_the_model_in_memory_once(tmp_path):
     """Peak memory of a process that loads 50 MB of float32 weights from MXFP4 and BF16 files."""
     wide = {"num_experts": 12, "moe_intermediate_size": 512, "routed_expert_hidden_size": 320, "vocab_size": 20_000}
@@ -331,4 +332,5 @@ def test_loading_holds_the_model_in_memory_once(tmp_path):
     done = subprocess.run(
         [sys.executable, "-c", _MEASURE, str(tmp_path / "out")], capture_output=True, text=True, check=True
     )
-    assert float(done.stdout) < 1.5
+    # The mapped files count too (0.2 here), and what is loaded late. Below 0.9 the measurement itself would be wrong.
+    assert 0.9 < float(done.stdout) < 1.7
