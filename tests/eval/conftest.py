@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import trained_run
 
 from moonlet.config import resolve_model
 from moonlet.model.init import init_weights
@@ -58,3 +60,9 @@ def model() -> K3:
 def tokenizer() -> Tokenizer:
     texts = ["def add(a, b):\n    return a + b\n", "for word in words:\n    print(word)\n", "Grüße, 你好, 🌙\n"] * 3
     return train_tokenizer(texts, VOCAB)
+
+
+@pytest.fixture(scope="session")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run directory with checkpoints of two context stages; tests that change it take a copy."""
+    return trained_run.make(tmp_path_factory.mktemp("trained"))
