@@ -42,4 +42,4 @@ def gated_head_norm(o: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tens
     if usable(o, gate, weight, width=o.shape[-1]):
         return native.gated_head_norm(o, gate, weight, eps)
     normed = rms_norm_plain(o.to(gate.dtype), weight, eps)
-    return normed * torch.sigmoid(at_least_fp32(gate)).to(gate.dtype)
+    return (normed * torch.sigmoid(at_least_fp32(gate))).to(gate.dtype)
