@@ -283,11 +283,11 @@ def _ramp(index: int, count: int) -> str:
 
 
 def _site_name(name: str) -> str:
-    """`model.layers.3.mlp_res` as `layer 4 mlp`: 1-based, without the words that all of them share."""
+    """`layer3.pre_ffn` or `model.layers.3.mlp` as `layer 4 mlp`: counted from 1, without the words that all share."""
     match = re.search(r"layers?[._ ]?(\d+)[._ ]?(.*)", name)
     if match is None:
         return name.removeprefix("model.")
-    kind = "attn" if "attn" in match[2] or "attention" in match[2] else "mlp" if "mlp" in match[2] else ""
+    kind = "attn" if "attn" in match[2] else "mlp" if re.search("mlp|ffn", match[2]) else ""
     return f"layer {int(match[1]) + 1} {kind}".rstrip()
 
 

@@ -52,7 +52,7 @@ def _limits(axis: Axis, values: list[float]) -> tuple[float, float]:
     low = axis.lower if axis.lower is not None else min(usable, default=0.0 if axis.scale == "linear" else 0.1)
     high = axis.upper if axis.upper is not None else max(usable, default=1.0)
     if axis.scale == "log":
-        low, high = max(low, 1e-12), max(high, low * 1.0001)
+        low, high = max(low, 1e-12), max(high, low * 1.1)
         room = (high / low) ** 0.04
         return low / (1 if axis.lower is not None else room), high * (1 if axis.upper is not None else room)
     if high <= low:
@@ -75,7 +75,7 @@ def _log_ticks(low: float, high: float, count: int) -> list[float]:
     decades = range(math.floor(math.log10(low)) - 1, math.ceil(math.log10(high)) + 1)
     for digits in ((1,), (1, 3), (1, 2, 5), (1, 2, 3, 4, 6, 8), (1, 1.25, 1.5, 1.75, 2, 2.5, 3, 3.5, 4, 5, 6, 7, 8, 9)):
         found = [digit * 10.0**decade for decade in decades for digit in digits]
-        found = [tick for tick in found if low * 0.999 <= tick <= high * 1.001]
+        found = [tick for tick in found if low * (1 - 1e-9) <= tick <= high * (1 + 1e-9)]
         if len(found) >= min(3, count):
             break
     return found[:: math.ceil(len(found) / count)] if len(found) > 2 * count else found

@@ -77,7 +77,7 @@ def _write_train_line(log: MetricsLog, rng: random.Random, step: int, stage: str
         "tokens_per_s": speed,
         "seconds": step * _BATCH / speed,
         "max_violation": {
-            f"model.layers.{layer}.block_sparse_moe.gate": 0.12 + 9 * math.exp(-step / 6) + abs(rng.gauss(0, 0.05))
+            f"model.layers.{layer}": 0.12 + 9 * math.exp(-step / 6) + abs(rng.gauss(0, 0.05))
             for layer in range(1, _LAYERS)
         },
         "grad_norm_by_layer": [0.3 / (1 + 0.2 * layer) + rng.uniform(0, 0.05) for layer in range(_LAYERS)],
@@ -94,12 +94,12 @@ def _write_train_line(log: MetricsLog, rng: random.Random, step: int, stage: str
 def _write_stage_end(log: MetricsLog, rng: random.Random, step: int, stage: str) -> None:
     bits = {"short": 1.78, "middle": 1.67, "long": 1.61}[stage]
     log.metrics(step, kind="heldout", stage=stage, tokens=step * _BATCH, bits_per_byte=bits, loss=bits * 1.36)
-    sites = [f"model.layers.{layer}.{kind}_res" for layer in range(_LAYERS) for kind in ("self_attention", "mlp")]
+    sites = [f"layer{layer}.pre_{kind}" for layer in range(_LAYERS) for kind in ("attn", "ffn")]
     weights: list[list[float | None]] = []
     for index in range(len(sites) + 1):
         raw = [rng.random() ** 2 + 0.02 for _ in range(2 + index // 4)]
         weights.append([value / sum(raw) for value in raw])
-    log.metrics(step, kind="depth", stage=stage, sites=[*sites, "model.output_attn_res"], weights=weights)
+    log.metrics(step, kind="depth", stage=stage, sites=[*sites, "output"], weights=weights)
     log.event("checkpoint", step=step)
 
 

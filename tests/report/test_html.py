@@ -72,6 +72,7 @@ def test_finished_run_shows_everything(finished_run: Path) -> None:
     _check_page(page)
     assert [title for title in _TITLES if title not in page] == []
     assert "Not there yet" not in page
+    assert "layer 3 mlp, block 1" in page
     for number in ("1.612", "1.713", "1.981", "chance 10%", "parses as Python"):
         assert number in page
 
