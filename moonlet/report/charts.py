@@ -140,7 +140,7 @@ def _cell(chart: HeatMap, box: tuple[float, float, float, float], row: str, colu
     cell = f'<rect class="{color}" x="{x:.1f}" y="{y:.1f}" {size} fill-opacity="{opacity:.2f}" data-tip="{tip}"></rect>'
     label = chart.format(value)
     if chart.show_values and width > _CHARACTER_WIDTH * len(label) + 3 and height >= 14:
-        contrast = "on" if opacity > 0.5 else "off"
+        contrast = "on" if opacity > 0.72 else "off"
         cell += _text(x + (width - gap) / 2, y + height / 2 + 3.5, label, f"middle value {contrast}")
     return cell
 
