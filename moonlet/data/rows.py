@@ -17,6 +17,7 @@ from moonlet.errors import DataError
 
 # Shares of the kinds of planted documents in training: mostly the one that asks most.
 _KIND_SHARES: dict[Kind, float] = {"several": 0.8, "latest": 0.1, "chain": 0.04, "count": 0.03, "single": 0.03}
+_MIN_ROOM = 64  # tokens of a row in which every kind has room
 _FACTS_PER_TOKENS = 256  # SourceConfig.facts is counted for each so many tokens of a row
 
 
@@ -92,14 +93,18 @@ class PlantedRows:
         sizes = np.array([shard.num_tokens for shard in self.shards])
         shard = self.shards[int(rng.choice(len(sizes), p=sizes / sizes.sum()))]
         filler = shard.window(int(rng.integers(shard.num_tokens)), seq_len)
-        kind = rng.choice(list(_KIND_SHARES), p=list(_KIND_SHARES.values()))
-        wanted = max(1, round(self.source.facts * seq_len / _FACTS_PER_TOKENS))
-        facts = facts_that_fit(self.tokenizer, seq_len, wanted)
-        document = planted_document(rng, filler, self.tokenizer, seq_len, kind, facts)
+        kind: Kind = rng.choice(list(_KIND_SHARES), p=list(_KIND_SHARES.values())) if seq_len >= _MIN_ROOM else "single"
+        document = planted_document(rng, filler, self.tokenizer, seq_len, kind, self._num_facts(rng, seq_len))
         piece = Piece(self.source.name, f"{self.source.name}:{self.count}", 0, 0, seq_len)
         self.count += 1
         answers = tuple(question.answer_position for question in document.questions)
         return Row(document.ids, (seq_len,), np.ones(seq_len, dtype=bool), (piece,), answers)
+
+    def _num_facts(self, rng: np.random.Generator, seq_len: int) -> int:
+        """Log-uniform up to the configured density: documents with few facts teach to copy, those with many to choose."""
+        wanted = max(1, round(self.source.facts * seq_len / _FACTS_PER_TOKENS))
+        most = facts_that_fit(self.tokenizer, seq_len, wanted)
+        return int(np.exp(rng.uniform(0, np.log(most + 1))))
 
     def state_dict(self) -> dict[str, Any]:
         return {"planted": self.count}

@@ -9,7 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from moonlet.data.corpus import Corpus, HeldoutDocument, choose_sample, prepare_corpus
+from moonlet.data.corpus import Corpus, HeldoutDocument, prepare_corpus
+from moonlet.data.preparation import choose_sample
 from moonlet.data.spool import SpooledDocument
 from moonlet.errors import DataError
 from moonlet.text.tokenizer import train_tokenizer

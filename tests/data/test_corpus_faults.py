@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from moonlet.data.corpus import Corpus, prepare_corpus
-from moonlet.errors import StorageError
+from moonlet.errors import DataError, StorageError
 
 _SCRIPT = """
 import json, sys, time
@@ -54,13 +54,14 @@ def test_kill_and_start_again(config, tmp_path, digest, phase):
     assert not (tmp_path / "data.partial").exists()
 
 
-def test_a_folder_without_marker_is_prepared_anew(config, tmp_path, digest):
-    prepare_corpus(config, tmp_path / "data")
-    expected = digest(tmp_path / "data")
-    (tmp_path / "data" / "corpus.json").unlink()
-    (tmp_path / "data" / "train" / "0" / "tokens.bin").write_bytes(b"half")
-    prepare_corpus(config, tmp_path / "data")
-    assert digest(tmp_path / "data") == expected
+def test_a_folder_with_something_else_in_it_stays_as_it_is(config, tmp_path):
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "notes.txt").write_text("mine")
+    with pytest.raises(DataError, match="is not a corpus"):
+        prepare_corpus(config, tmp_path / "data")
+    assert (tmp_path / "data" / "notes.txt").read_text() == "mine"
+    (tmp_path / "data" / "notes.txt").unlink()
+    assert prepare_corpus(config, tmp_path / "data").heldout
 
 
 def test_two_at_once(config, tmp_path):
