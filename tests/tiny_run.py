@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import random
 import signal
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -70,7 +72,7 @@ def prepare(root: Path) -> Path:
 
 
 class JsonSink:
-    """Appends what it is told to `told.jsonl`; kills its process before step `kill_at` is told."""
+    """Appends what it is told to `told.jsonl`; kills the run's first process before step `kill_at` is told."""
 
     def __init__(self, path: Path, kill_at: int | None) -> None:
         self.file, self.kill_at = path.open("a"), kill_at
@@ -90,7 +92,9 @@ class JsonSink:
         print(json.dumps(line), file=self.file, flush=True)
 
     def _kill(self) -> None:
-        os.kill(os.getpid(), signal.SIGKILL)
+        is_spawned = multiprocessing.parent_process() is not None
+        os.kill(os.getppid() if is_spawned else os.getpid(), signal.SIGKILL)
+        time.sleep(60)  # a spawned rank dies with its parent
 
 
 def open_told(run: RunDirectory, config: RunConfig, resume_step: int) -> Sink:
@@ -114,9 +118,11 @@ def losses(root: Path) -> dict[int, float]:
 def main() -> None:
     """`python tiny_run.py CONFIG.json RUN resume|fresh`."""
     table, root, how = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
-    pretrain(
-        resolve_run(json.loads(table.read_text())), RunDirectory(root), resume=how == "resume", open_sink=open_told
-    )
+    config = resolve_run(json.loads(table.read_text()))
+    try:
+        pretrain(config, RunDirectory(root), resume=how == "resume", open_sink=open_told)
+    except KeyboardInterrupt:
+        sys.exit(130)
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ from torch import Tensor
 from moonlet.config import StageConfig
 from moonlet.data.batches import BatchStream
 from moonlet.data.corpus import Corpus
+from moonlet.errors import NonFiniteError
 from moonlet.model.k3 import K3
 from moonlet.ops.quantile_balancing import max_violation
 from moonlet.optim.schedule import learning_rate_scale
@@ -160,9 +161,24 @@ def _measure_and_save(run: Run, stage: StageConfig, tokens: int, is_last: bool, 
             run.sink.metrics(run.step, stage=stage.name, tokens=tokens, **line)
     is_permanent = is_last or bool(train.keep_every and run.step % train.keep_every == 0)
     if is_permanent or stopping or run.step % train.checkpoint_every == 0:
+        refuse_non_finite(run.parts.model, run.step)
         path = save_checkpoint(run.directory.checkpoints, run_checkpoint(run), is_permanent)
         prune_checkpoints(run.directory.checkpoints, train.keep_last)
         run.sink.event("checkpoint", step=run.step, path=str(path.relative_to(run.directory.root)))
+
+
+def refuse_non_finite(model: K3, step: int) -> None:
+    """Weights that overflowed must not push good checkpoints out.
+
+    Raises:
+        NonFiniteError: names the first such weight.
+    """
+    for name, tensor in model.state_dict().items():
+        if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
+            raise NonFiniteError(
+                f"'{name}' is not finite after step {step}, so nothing was saved. Resume from the last checkpoint with "
+                "lower learning rates (optim.muon_lr, optim.adam_lr)"
+            )
 
 
 def run_checkpoint(run: Run) -> Checkpoint:
