@@ -5,9 +5,9 @@ past of its own document only. A document's first token has no past, in training
 bits, as if all tokens were equally likely. The [EOS] at a document's end is paid for as well, though no byte stands
 for it.
 
-How far the past reaches: a document of at most `seq_len` tokens is seen whole. Beyond that the KDA layers carry their
-state from the document's first token on, while the MLA layers see at most the last `seq_len` tokens (and at least
-`seq_len` less one window): attention is not asked to reach farther than it was trained to.
+How far the past reaches: a document of at most `seq_len` tokens is seen whole. In a longer one the KDA layers carry their
+state from the document's first token on, while the MLA layers start afresh every `seq_len` tokens: attention is never
+asked to reach farther than it was trained to.
 """
 
 from __future__ import annotations
@@ -18,18 +18,21 @@ import lzma
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import chain
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from moonlet.data.corpus import Corpus, HeldoutDocument
 from moonlet.errors import DataError
 from moonlet.model.k3 import K3
-from moonlet.model.state import DecodeState, MLAState
+from moonlet.model.state import DecodeState, KDAState, MLAState
 from moonlet.ops.cross_entropy import IGNORE, linear_cross_entropy
 
-WINDOW = 512  # tokens of a long document that are scored in one pass, after its first seq_len
+BATCH_TOKENS = 4096  # tokens in one forward pass
 
 Progress = Callable[[int], None]
 
@@ -50,7 +53,7 @@ def heldout_bits_per_byte(
     *,
     seq_len: int,
     max_tokens: int | None = None,
-    batch_tokens: int = 8192,
+    batch_tokens: int = BATCH_TOKENS,
     progress: Progress | None = None,
 ) -> HeldoutScore:
     """Score the held-out documents of a corpus (`choose_heldout`); the bytes are those of their texts.
@@ -81,26 +84,29 @@ def document_nats(
     documents: Sequence[Tensor],
     *,
     seq_len: int,
-    batch_tokens: int = 8192,
+    batch_tokens: int = BATCH_TOKENS,
     progress: Progress | None = None,
 ) -> float:
     """Sum over all tokens of all documents of -ln p(token | the document so far).
 
     Documents of at most `seq_len` tokens are packed into rows of at most `batch_tokens`; longer ones are read window by
-    window with a decode state. `progress` is called with the number of tokens scored so far. The model's mode is kept.
+    window with a decode state, as many side by side as fit. `progress` is called with the number of tokens scored so
+    far. The model's mode is kept.
     """
     short = [ids for ids in documents if 0 < len(ids) <= seq_len]
-    long = [ids for ids in documents if len(ids) > seq_len]
-    total, done = (len(short) + len(long)) * math.log(model.config.vocab_size), 0
+    long = sorted((ids for ids in documents if len(ids) > seq_len), key=len, reverse=True)
+    # First tokens have no past: they are as dear as any token, and need no model.
+    total, done = (len(short) + len(long)) * math.log(model.config.vocab_size), len(short) + len(long)
+    side_by_side = max(1, batch_tokens // seq_len)
     with evaluating(model):
-        for row in _rows(short, batch_tokens):
-            total += _packed_nats(model, row)
-            done += sum(map(len, row))
-            _report(progress, done)
-        for ids in long:
-            for nats, tokens in _windowed_nats(model, ids, seq_len):
-                total, done = total + nats, done + tokens
-                _report(progress, done)
+        passes = chain(
+            (_packed_nats(model, row) for row in _rows(short, batch_tokens)),
+            *(_windowed_nats(model, long[i : i + side_by_side], seq_len) for i in range(0, len(long), side_by_side)),
+        )
+        for nats, tokens in passes:
+            total, done = total + nats, done + tokens
+            if progress is not None:
+                progress(done)
     return total
 
 
@@ -134,12 +140,15 @@ def evaluating(model: K3) -> Iterator[None]:
         model.train(was_training)
 
 
-def forget_beyond(state: DecodeState, num_tokens: int) -> None:
-    """Let the MLA layers of `state` keep their last `num_tokens` rows only; the KDA layers keep what they have."""
-    for layer in state.layers:
-        if isinstance(layer, MLAState) and layer.length > num_tokens:
-            layer.rows = layer.rows[:, layer.length - num_tokens : layer.length].clone()
-            layer.length = num_tokens
+def carry_over(state: DecodeState, num_rows: int) -> DecodeState:
+    """The first `num_rows` sequences of `state`: KDA layers as they are, MLA layers empty."""
+    layers = [
+        KDAState(*(part[:num_rows] for part in (layer.recurrent, layer.conv_q, layer.conv_k, layer.conv_v)))
+        if isinstance(layer, KDAState)
+        else MLAState(layer.rows[:num_rows])
+        for layer in state.layers
+    ]
+    return replace(state, layers=layers)
 
 
 def _rows(documents: Sequence[Tensor], batch_tokens: int) -> Iterator[list[Tensor]]:
@@ -153,33 +162,25 @@ def _rows(documents: Sequence[Tensor], batch_tokens: int) -> Iterator[list[Tenso
         yield row
 
 
-def _packed_nats(model: K3, row: Sequence[Tensor]) -> float:
+def _packed_nats(model: K3, row: Sequence[Tensor]) -> tuple[float, int]:
+    """Code length of all tokens but the documents' first ones, and their number."""
     labels = torch.cat([torch.cat([ids[1:], ids.new_tensor([IGNORE])]) for ids in row])
-    return _nats(model, torch.cat(list(row)), labels, seq_lens=tuple(len(ids) for ids in row))
+    return _nats(model, torch.cat(list(row)).unsqueeze(0), labels, seq_lens=tuple(len(ids) for ids in row))
 
 
-def _windowed_nats(model: K3, ids: Tensor, seq_len: int) -> Iterator[tuple[float, int]]:
-    """Code length and number of tokens of each window; the first token counts, its price does not."""
-    state, window = model.new_state(1), min(WINDOW, max(1, seq_len // 2))
-    starts = [0, *range(seq_len, len(ids) - 1, window)]
-    for start, stop in zip(starts, [*starts[1:], len(ids) - 1]):
-        forget_beyond(state, seq_len - window)
-        nats = _nats(model, ids[start:stop], ids[start + 1 : stop + 1], state=state)
-        yield nats, stop - start + (start == 0)
+def _windowed_nats(model: K3, group: Sequence[Tensor], seq_len: int) -> Iterator[tuple[float, int]]:
+    """The same for documents side by side, longest first, window by window; those that end leave the batch."""
+    state = model.new_state(len(group))
+    for start in range(0, len(group[0]) - 1, seq_len):
+        alive = [ids[start : start + seq_len + 1] for ids in group if len(ids) > start + 1]
+        state = carry_over(state, len(alive))
+        inputs_BT = pad_sequence([ids[:-1] for ids in alive], batch_first=True)
+        labels_BT = pad_sequence([ids[1:] for ids in alive], batch_first=True, padding_value=IGNORE)
+        yield _nats(model, inputs_BT, labels_BT.flatten(), state=state)
 
 
-def _nats(
-    model: K3,
-    inputs_N: Tensor,
-    labels_N: Tensor,
-    seq_lens: tuple[int, ...] | None = None,
-    state: DecodeState | None = None,
-) -> float:
+def _nats(model: K3, inputs_BT: Tensor, labels_N: Tensor, **options: Any) -> tuple[float, int]:
     device = model.output_weight.device
-    hidden = model.hidden(inputs_N.to(device).unsqueeze(0), seq_lens=seq_lens, state=state).squeeze(0)
-    return float(linear_cross_entropy(hidden, model.output_weight, labels_N.to(device)))
-
-
-def _report(progress: Progress | None, done: int) -> None:
-    if progress is not None:
-        progress(done)
+    hidden_ND = model.hidden(inputs_BT.to(device), **options).flatten(0, 1)
+    nats = linear_cross_entropy(hidden_ND, model.output_weight, labels_N.to(device))
+    return float(nats), int((labels_N != IGNORE).sum())

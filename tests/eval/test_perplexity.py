@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from moonlet.errors import DataError
-from moonlet.eval.perplexity import compressors, compute_score, document_nats, forget_beyond
+from moonlet.eval.perplexity import carry_over, compressors, compute_score, document_nats
 
 
 def _documents(lengths: list[int], seed: int = 0) -> list[Tensor]:
@@ -52,37 +52,35 @@ def test_packing_changes_nothing(model, lengths: list[int], batch_tokens: int) -
     assert packed == pytest.approx(_one_by_one(model, [ids for ids in documents if len(ids)]), rel=1e-5, abs=1e-6)
 
 
-@pytest.mark.parametrize("seq_len", [16, 50, 99])
-def test_a_kda_model_sees_a_long_document_whole(new_model, seq_len: int) -> None:
-    model, documents = new_model(full_attn_layers=()), _documents([100, 137])
-    windowed = document_nats(model, documents, seq_len=seq_len)
+@pytest.mark.parametrize(("seq_len", "batch_tokens"), [(16, 1), (16, 64), (50, 100), (99, 4096)])
+def test_a_kda_model_sees_a_long_document_whole(new_model, seq_len: int, batch_tokens: int) -> None:
+    model, documents = new_model(full_attn_layers=()), _documents([100, 137, 101, 17])
+    windowed = document_nats(model, documents, seq_len=seq_len, batch_tokens=batch_tokens)
     assert windowed == pytest.approx(_one_by_one(model, documents), rel=1e-5)
 
 
-def test_attention_reaches_no_farther_than_seq_len(new_model) -> None:
-    """With attention in every layer, each token of a long document sees the last seq_len - 1 or fewer before it."""
-    model, (ids,) = new_model(full_attn_layers=(1, 2, 3, 4), num_hidden_layers=4), _documents([12])
-    seq_len = 2
-    windowed = document_nats(model, [ids], seq_len=seq_len)
-    state, total = model.new_state(1), math.log(model.config.vocab_size)
-    with torch.no_grad():
-        for position, token in enumerate(ids[1:]):
-            if position >= seq_len:
-                forget_beyond(state, seq_len - 1)
-            log_probs = F.log_softmax(model(ids[None, position : position + 1], state=state)[0, 0].double(), dim=-1)
-            total -= float(log_probs[token])
-            assert max(layer.length for layer in state.layers) <= seq_len
-    assert windowed == pytest.approx(total, rel=1e-5)
+@pytest.mark.parametrize("batch_tokens", [1, 50])
+def test_attention_starts_afresh_in_each_window(new_model, batch_tokens: int) -> None:
+    """With attention in every layer, the windows of a long document are documents of their own."""
+    model, seq_len = new_model(full_attn_layers=(1, 2, 3, 4)), 10
+    documents = _documents([35, 12, 21, 11])
+    windowed = document_nats(model, documents, seq_len=seq_len, batch_tokens=batch_tokens)
+    alone = 0.0
+    for ids in documents:
+        # A window reads seq_len tokens and predicts as many, the first of the next window among them.
+        windows = [ids[start : start + seq_len + 1] for start in range(0, len(ids) - 1, seq_len)]
+        alone += _one_by_one(model, windows) - (len(windows) - 1) * math.log(model.config.vocab_size)
+    assert windowed == pytest.approx(alone, rel=1e-5)
 
 
-def test_forgetting_keeps_the_newest_rows(model) -> None:
-    state = model.new_state(1)
+def test_carrying_over_keeps_kda_and_drops_attention_and_finished_rows(model) -> None:
+    state = model.new_state(3)
     with torch.no_grad():
-        model(torch.arange(30).unsqueeze(0), state=state)
-    before = state.clone()
-    forget_beyond(state, 10)
-    assert torch.equal(state.layers[3].rows, before.layers[3].rows[:, 20:30])
-    assert torch.equal(state.layers[0].recurrent, before.layers[0].recurrent)
+        model(torch.arange(30).view(3, 10), state=state)
+    kept = carry_over(state, 2)
+    assert torch.equal(kept.layers[0].recurrent, state.layers[0].recurrent[:2])
+    assert torch.equal(kept.layers[0].conv_q, state.layers[0].conv_q[:2])
+    assert (kept.layers[3].length, kept.layers[3].rows.shape[0], kept.batch_size) == (0, 2, 2)
 
 
 def test_progress_counts_every_token_once(model) -> None:
