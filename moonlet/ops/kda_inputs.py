@@ -12,7 +12,6 @@ from torch import Tensor
 from moonlet.ops.backend import kernels
 from moonlet.ops.kda import l2_normalize
 from moonlet.ops.native import kda_inputs as native
-from moonlet.ops.native.library import fits
 from moonlet.ops.short_conv import short_conv
 
 
@@ -43,7 +42,7 @@ def conv_norm(
     x_BTC: Tensor, weight_CW: Tensor, *, num_heads: int, eps: float | None, seq_lens: Sequence[int] | None = None
 ) -> Tensor:
     """silu(causal depthwise convolution) in heads, each L2-normalised unless eps is None. -> [B, T, H, C/H]."""
-    if kernels() == "native" and fits(x_BTC, weight_CW, width=x_BTC.shape[-1] // num_heads):
+    if kernels() == "native" and native.takes(x_BTC, weight_CW, num_heads):
         return native.conv_norm(x_BTC, weight_CW, num_heads=num_heads, eps=eps, seq_lens=seq_lens)
     heads = short_conv(x_BTC, weight_CW, seq_lens=seq_lens)[0].unflatten(-1, (num_heads, -1))
     return heads if eps is None else l2_normalize(heads, eps)

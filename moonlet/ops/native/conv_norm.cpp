@@ -4,6 +4,8 @@
 
 namespace {
 
+constexpr int MAX_WIDTH = 16;
+
 struct Conv {
   const float *x, *weight;
   const int64_t* starts;  // [documents + 1]
@@ -23,17 +25,30 @@ struct Conv {
   }
 };
 
-// The convolution at channels i.. of a token that has `taps` inputs in its document (itself first, at most W).
-INLINE Vec convolve(const Conv& c, const float* x, int64_t i, int taps) {
+// Calls f with the number of taps as a constant where it is 4, the released width, so that its loops unroll.
+template <class F>
+INLINE void with_taps(int taps, F f) {
+  if (taps == 4)
+    f(std::integral_constant<int, 4>{});
+  else
+    f(taps);
+}
+
+// Inputs that a token sees in its document, itself included; also: gradients that reach its input.
+INLINE int taps_of(const Conv& c, int64_t places) { return (int)(places < c.width ? places : c.width); }
+
+// The convolution at channels i.. of the token at x, which sees `taps` inputs.
+template <class Taps>
+INLINE Vec convolve(const Conv& c, const float* x, int64_t i, Taps taps) {
   const int64_t C = c.channels();
-  Vec y = load(x + i) * load(c.weight + (c.width - 1) * C + i);
-  for (int j = 1; j < taps; j++) y += load(x - j * c.x_step + i) * load(c.weight + (c.width - 1 - j) * C + i);
+  const float* weight = c.weight + (c.width - 1) * C + i;
+  Vec y = load(x + i) * load(weight);
+  for (int j = 1; j < taps; j++) y += load(x - j * c.x_step + i) * load(weight - j * C);
   return y;
 }
 
-INLINE int taps_of(const Conv& c, int64_t place) { return (int)(place + 1 < c.width ? place + 1 : c.width); }
-
-INLINE void forward_token(const Conv& c, int64_t token, int taps, float* out) {
+template <class Taps>
+INLINE void forward_token(const Conv& c, int64_t token, Taps taps, float* out) {
   const float* x = c.x + token * c.x_step;
   for (int64_t h = 0; h < c.heads; h++) {
     Vec squares{};
@@ -49,7 +64,8 @@ INLINE void forward_token(const Conv& c, int64_t token, int taps, float* out) {
 }
 
 // Gradient of the convolution's output for one token, from that of the normalised activation.
-INLINE void backward_token(const Conv& c, int64_t token, int taps, const float* d_out, float* d_y, float* slopes) {
+template <class Taps>
+INLINE void backward_token(const Conv& c, int64_t token, Taps taps, const float* d_out, float* d_y, float* slopes) {
   const float* x = c.x + token * c.x_step;
   for (int64_t h = 0; h < c.heads; h++) {
     Vec squares{}, along{};
@@ -69,27 +85,45 @@ INLINE void backward_token(const Conv& c, int64_t token, int taps, const float* 
   }
 }
 
-// Tokens of a block from last to first. d_x_t needs d_y of the W-1 tokens after it: those behind the block's end are
-// computed again, their part of d_weight belongs to the next block.
-void backward_block(const Conv& c, int64_t first, int64_t last, const float* d_out, float* d_x, float* d_weight, float* ring) {
+// d_x of a token from d_y of itself and of the `later` - 1 tokens after it, rows of a ring.
+template <class Later>
+INLINE void input_grad(const Conv& c, float* const* d_y, Later later, float* d_x) {
   const int64_t C = c.channels();
+  for (int64_t i = 0; i < C; i += LANES) {
+    const float* weight = c.weight + (c.width - 1) * C + i;
+    Vec total = load(d_y[0] + i) * load(weight);
+    for (int j = 1; j < later; j++) total += load(d_y[j] + i) * load(weight - j * C);
+    store(d_x + i, total);
+  }
+}
+
+template <class Taps>
+INLINE void weight_grad(const Conv& c, const float* x, Taps taps, const float* d_y, float* d_weight) {
+  const int64_t C = c.channels();
+  for (int64_t i = 0; i < C; i += LANES) {
+    Vec here = load(d_y + i);
+    for (int j = 0; j < taps; j++) add_to(d_weight + (c.width - 1 - j) * C + i, here * load(x - j * c.x_step + i));
+  }
+}
+
+// Tokens of a block from last to first. d_x needs d_y of the W-1 tokens after it: those behind the block's end are
+// computed again, their part of d_weight belongs to the next block.
+void backward_block(const Conv& c, int64_t first, int64_t last, const float* d_out, float* d_x, float* d_weight, float* space) {
+  const int64_t C = c.channels();
+  float* d_y[MAX_WIDTH];  // of this token, the next one, ...
+  for (int j = 0; j < c.width; j++) d_y[j] = space + c.D + j * C;
   int64_t document = c.document_of(last - 1), end = c.starts[document + 1];
   int64_t token = last - 1 + c.width - 1 < end ? last - 1 + c.width - 1 : end - 1;
   for (; token >= first; token--) {
     if (token < c.starts[document]) end = c.starts[document], document = c.document_of(token);
-    int taps = taps_of(c, token - c.starts[document]);
-    float* d_y = ring + (token % c.width) * C;
-    backward_token(c, token, taps, d_out + token * C, d_y, ring + c.width * C);
+    float* reused = d_y[c.width - 1];
+    for (int j = c.width - 1; j > 0; j--) d_y[j] = d_y[j - 1];
+    d_y[0] = reused;
+    const int taps = taps_of(c, token - c.starts[document] + 1);
+    with_taps(taps, [&](auto n) { backward_token(c, token, n, d_out + token * C, d_y[0], space); });
     if (token >= last) continue;
-    int later = (int)(end - token < c.width ? end - token : c.width);
-    const float* x = c.x + token * c.x_step;
-    for (int64_t i = 0; i < C; i += LANES) {
-      Vec total{}, here = load(d_y + i);
-      for (int j = 0; j < later; j++)
-        total += load(ring + (token + j) % c.width * C + i) * load(c.weight + (c.width - 1 - j) * C + i);
-      store(d_x + token * C + i, total);
-      for (int j = 0; j < taps; j++) add_to(d_weight + (c.width - 1 - j) * C + i, here * load(x - j * c.x_step + i));
-    }
+    with_taps(taps_of(c, end - token), [&](auto n) { input_grad(c, d_y, n, d_x + token * C); });
+    with_taps(taps, [&](auto n) { weight_grad(c, c.x + token * c.x_step, n, d_y[0], d_weight); });
   }
 }
 
@@ -106,7 +140,8 @@ void moonlet_conv_norm_forward(const float* x, const float* weight, const int64_
     int64_t token = block * BLOCK, document = c.document_of(token);
     for (; token < block_end(block, tokens); token++) {
       if (token == c.starts[document + 1]) document++;
-      forward_token(c, token, taps_of(c, token - c.starts[document]), out + token * c.channels());
+      with_taps(taps_of(c, token - c.starts[document] + 1),
+                [&](auto n) { forward_token(c, token, n, out + token * c.channels()); });
     }
   }
 }
@@ -119,11 +154,11 @@ void moonlet_conv_norm_backward(const float* x, const float* weight, const int64
   PartialSums weights(tokens, width * C);
 #pragma omp parallel num_threads(threads) if (threads > 1)
   {
-    float* ring = aligned_floats(width * C + dim);  // d_y of the last W tokens, then slopes of one head
+    float* space = aligned_floats(dim + width * C);  // slopes of one head, then d_y of W tokens
 #pragma omp for schedule(static)
     for (int64_t block = 0; block < weights.blocks; block++)
-      backward_block(c, block * BLOCK, block_end(block, tokens), d_out, d_x, weights.of(block), ring);
-    free(ring);
+      backward_block(c, block * BLOCK, block_end(block, tokens), d_out, d_x, weights.of(block), space);
+    free(space);
   }
   weights.total(d_weight);
 }

@@ -97,7 +97,7 @@ void forward_task(const Problem& p, const Task& task, Chunk& c, float* rows, flo
     if (task.checkpoints && chunk % p.interval == 0)
       memcpy(task.checkpoints + chunk / p.interval * p.state_size(), S, p.state_size() * sizeof(float));
     Tokens t = tokens_of(p, task, chunk);
-    prepare(c, t, strides, p.scale, true);
+    prepare<false>(c, t, strides, p.scale);
     product<ZERO>({read, V}, {c.qk_before, 1, PAIR}, S, V, PAIR, V, p.K);
     in_blocks(V, [&](int n, auto width) {
       substitute<width.value>(c, t.v + n, strides.value, t.count, read + CHUNK * V + n, u + n);
@@ -208,7 +208,7 @@ INLINE void backward_chunk(const Problem& p, const Task& task, int64_t chunk, Ch
   Tokens t = tokens_of(p, task, chunk);
   int64_t row = task.token(chunk) * p.heads + task.head;
   float diagonal[CHUNK], d_beta[CHUNK];
-  prepare(c, t, strides, p.scale, true);
+  prepare<true>(c, t, strides, p.scale);
   copy_rows(d_out + row * V, strides.value, w.d_o, V, t.count);
   copy_rows(u_all + row * V, strides.value, w.u, V, t.count);
   product<ZERO>({w.d_u, V}, {c.A(), 1, CHUNK}, w.d_o, V, CHUNK, V, CHUNK);
@@ -249,7 +249,7 @@ INLINE void rebuild_states(const Problem& p, const Task& task, int64_t first, in
   const int64_t size = p.state_size();
   for (int64_t chunk = first; chunk + 1 < last; chunk++, states += size) {
     Tokens t = tokens_of(p, task, chunk);
-    prepare(c, t, p.strides(), p.scale, false);
+    prepare<false>(c, t, p.strides(), p.scale, false);
     copy_rows(u_all + (task.token(chunk) * p.heads + task.head) * p.V, p.strides().value, u, p.V, t.count);
     memcpy(states + size, states, size * sizeof(float));
     advance_state(c, u, states + size);
@@ -261,10 +261,14 @@ void backward_task(const Problem& p, const Task& task, Chunk& c, BackwardSpace& 
   const int64_t size = p.state_size();
   for (int64_t segment = (task.chunks - 1) / p.interval; segment >= 0; segment--) {
     int64_t first = segment * p.interval, last = first + p.interval < task.chunks ? first + p.interval : task.chunks;
-    memcpy(states, task.checkpoints + segment * size, size * sizeof(float));
-    rebuild_states(p, task, first, last, c, w.u, states, u_all);
+    const float* before = task.checkpoints + segment * size;  // of every chunk, where nothing is left out
+    if (p.interval > 1) {
+      memcpy(states, before, size * sizeof(float));
+      rebuild_states(p, task, first, last, c, w.u, states, u_all);
+      before = states;
+    }
     for (int64_t chunk = last - 1; chunk >= first; chunk--)
-      backward_chunk(p, task, chunk, c, w, states + (chunk - first) * size, dS, d_out, u_all, grads);
+      backward_chunk(p, task, chunk, c, w, before + (chunk - first) * size, dS, d_out, u_all, grads);
   }
 }
 

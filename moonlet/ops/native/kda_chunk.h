@@ -72,22 +72,40 @@ INLINE bool exponents(Chunk& c, const float* g, int64_t step) {
   return !(limit > SAFE_EXPONENT);
 }
 
-// Exponentials of a safe chunk: one exp and one reciprocal for each key channel of each token.
-INLINE void dense_decays(Chunk& c) {
+// What the backward pass reads besides the products of decays with q and k.
+template <bool for_backward>
+INLINE void store_decays(Chunk& c, int at, Vec rise, Vec fall, Vec before, Vec after) {
+  if (!for_backward) return;
+  store(c.rise + at, rise), store(c.fall + at, fall), store(c.before + at, before), store(c.after + at, after);
+}
+
+INLINE void store_products(Chunk& c, int d, int i, float scale, Vec rise, Vec fall, Vec before, Vec after) {
+  float* q_at = c.qk + d * PAIR + i;
+  Vec q = load(q_at) * scale, k = load(q_at + CHUNK);
+  store(q_at, q);
+  store(c.qk_rise + d * PAIR + i, q * rise), store(c.qk_rise + d * PAIR + CHUNK + i, k * rise);
+  store(c.qk_before + d * PAIR + i, q * before), store(c.qk_before + d * PAIR + CHUNK + i, k * before);
+  store(c.k_fall + d * CHUNK + i, k * fall), store(c.k_after + d * CHUNK + i, k * after);
+}
+
+// A safe chunk: one exp and one reciprocal for each key channel of each token.
+template <bool for_backward>
+INLINE void dense_decays(Chunk& c, float scale) {
   for (int d = 0; d < c.K; d += LANES) {
-    Vec to_middle = exponential(load(c.start + d)), from_middle = exponential(load(c.end + d));
+    Vec to_middle = exponential_of_moderate(load(c.start + d)), from_middle = exponential_of_moderate(load(c.end + d));
     store(c.start + d, to_middle), store(c.end + d, from_middle), store(c.decay + d, to_middle * from_middle);
   }
   for (int d = 0; d < c.K; d++)
     for (int i = 0; i < CHUNK; i += LANES) {
-      Vec r = exponential(load(c.rise + d * CHUNK + i)), f = 1.f / r;
-      store(c.rise + d * CHUNK + i, r), store(c.fall + d * CHUNK + i, f);
-      store(c.before + d * CHUNK + i, r * c.start[d]), store(c.after + d * CHUNK + i, f * c.end[d]);
+      Vec rise = exponential_of_moderate(load(c.rise + d * CHUNK + i)), fall = 1.f / rise;
+      Vec before = rise * c.start[d], after = fall * c.end[d];
+      store_decays<for_backward>(c, d * CHUNK + i, rise, fall, before, after);
+      store_products(c, d, i, scale, rise, fall, before, after);
     }
 }
 
-// Exponentials of a chunk with any decay: only those that cannot overflow. Its tiles come from pairs.
-static void pairwise_decays(Chunk& c) {
+// A chunk with any decay: only exponentials that cannot overflow. Its tiles come from pairs.
+static void pairwise_decays(Chunk& c, float scale) {
   const int K = c.K;
   for (int d = 0; d < K; d++) {
     float total = 0;
@@ -95,13 +113,15 @@ static void pairwise_decays(Chunk& c) {
     c.decay[d] = total;
     total = 0;
     for (int i = CHUNK - 1; i >= 0; total += c.row_g[i * K + d], i--) c.after[d * CHUNK + i] = total;
-    for (int i = 0; i < CHUNK; i++) c.rise[d * CHUNK + i] = c.fall[d * CHUNK + i] = 1.f;
-  }
-  for (int i = 0; i < K * CHUNK; i += LANES) {
-    store(c.before + i, exponential(load(c.before + i)));
-    store(c.after + i, exponential(load(c.after + i)));
   }
   for (int d = 0; d < K; d += LANES) store(c.decay + d, exponential(load(c.decay + d)));
+  for (int d = 0; d < K; d++)
+    for (int i = 0; i < CHUNK; i += LANES) {
+      const int at = d * CHUNK + i;
+      Vec before = exponential(load(c.before + at)), after = exponential(load(c.after + at));
+      store_decays<true>(c, at, splat(1.f), splat(1.f), before, after);
+      store_products(c, d, i, scale, splat(1.f), splat(1.f), before, after);
+    }
 }
 
 static void pairwise_tiles(Chunk& c, float scale) {
@@ -150,42 +170,28 @@ INLINE void keep_lower(float* tile, bool with_diagonal) {
     for (int j = i + with_diagonal; j < CHUNK; j++) tile[i * CHUNK + j] = 0;
 }
 
-// Everything that a chunk knows without the state; `tiles` may be left out where only the state is walked.
-INLINE void prepare(Chunk& c, Tokens t, Strides strides, float scale, bool with_tiles) {
-  const int K = c.K;
+INLINE void copy_token_rows(Chunk& c, Tokens& t, int64_t& step) {
+  copy_rows(t.q, step, c.row_q, c.K, t.count), copy_rows(t.k, step, c.row_k, c.K, t.count);
+  copy_rows(t.g, step, c.row_g, c.K, t.count);
+  t.q = c.row_q, t.k = c.row_k, t.g = c.row_g, step = c.K;
+}
+
+// Everything that a chunk knows without the state; the tiles may be left out where only the state is walked.
+template <bool for_backward>
+INLINE void prepare(Chunk& c, Tokens t, Strides strides, float scale, bool with_tiles = true) {
   int64_t step = strides.key;
   for (int i = 0; i < CHUNK; i++) c.beta[i] = i < t.count ? t.beta[i * strides.head] : 0.f;
-  if (t.count < CHUNK) {
-    copy_rows(t.q, step, c.row_q, K, t.count), copy_rows(t.k, step, c.row_k, K, t.count);
-    copy_rows(t.g, step, c.row_g, K, t.count);
-    t.q = c.row_q, t.k = c.row_k, t.g = c.row_g, step = K;
-  }
-  transpose_matrix(t.q, step, c.qk, PAIR, CHUNK, K);
-  transpose_matrix(t.k, step, c.qk + CHUNK, PAIR, CHUNK, K);
+  if (t.count < CHUNK) copy_token_rows(c, t, step);
+  transpose_matrix(t.q, step, c.qk, PAIR, CHUNK, c.K);
+  transpose_matrix(t.k, step, c.qk + CHUNK, PAIR, CHUNK, c.K);
   c.is_pairwise = !exponents(c, t.g, step);
   if (c.is_pairwise) {
-    if (t.count == CHUNK) {
-      copy_rows(t.q, step, c.row_q, K, CHUNK), copy_rows(t.k, step, c.row_k, K, CHUNK);
-      copy_rows(t.g, step, c.row_g, K, CHUNK);
-    }
-    pairwise_decays(c);
-  } else {
-    dense_decays(c);
-  }
-  for (int d = 0; d < K; d++)
-    for (int i = 0; i < CHUNK; i += LANES) {
-      float *q_at = c.qk + d * PAIR + i, *k_at = q_at + CHUNK;
-      Vec q = load(q_at) * scale, k = load(k_at), r = load(c.rise + d * CHUNK + i), b = load(c.before + d * CHUNK + i);
-      store(q_at, q);
-      store(c.qk_rise + d * PAIR + i, q * r), store(c.qk_rise + d * PAIR + CHUNK + i, k * r);
-      store(c.qk_before + d * PAIR + i, q * b), store(c.qk_before + d * PAIR + CHUNK + i, k * b);
-      store(c.k_fall + d * CHUNK + i, k * load(c.fall + d * CHUNK + i));
-      store(c.k_after + d * CHUNK + i, k * load(c.after + d * CHUNK + i));
-    }
-  if (!with_tiles) return;
-  if (c.is_pairwise)
+    if (t.count == CHUNK) copy_token_rows(c, t, step);
+    pairwise_decays(c, scale);
     pairwise_tiles(c, scale);
-  else
-    product<ZERO>({c.tiles, CHUNK}, {c.qk_rise, 1, PAIR}, c.k_fall, CHUNK, PAIR, CHUNK, K);
+  } else {
+    dense_decays<for_backward>(c, scale);
+    if (with_tiles) product<ZERO>({c.tiles, CHUNK}, {c.qk_rise, 1, PAIR}, c.k_fall, CHUNK, PAIR, CHUNK, c.K);
+  }
   keep_lower(c.A(), true), keep_lower(c.P(), false);
 }

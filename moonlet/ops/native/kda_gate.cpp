@@ -14,8 +14,8 @@ void moonlet_kda_gate_forward(const float* f, const float* rate, const float* bi
 }
 
 // d_sums [2][H][K]: of the bias, and of A_log before its sum over a head's channels.
-void moonlet_kda_gate_backward(const float* f, const float* rate, const float* bias, const float* g, const float* d_g,
-                               float* d_f, float* d_sums, int64_t tokens, int64_t heads, int64_t dim, float bound,
+void moonlet_kda_gate_backward(const float* f, const float* rate, const float* bias, const float* d_g, float* d_f,
+                               float* d_sums, int64_t tokens, int64_t heads, int64_t dim, float bound,
                                int64_t threads) {
   const int64_t C = heads * dim;
   PartialSums sums(tokens, 2 * C);
@@ -25,9 +25,10 @@ void moonlet_kda_gate_backward(const float* f, const float* rate, const float* b
     for (int64_t n = block * BLOCK; n < block_end(block, tokens); n++)
       for (int64_t h = 0; h < heads; h++)
         for (int64_t i = h * dim; i < (h + 1) * dim; i += LANES) {
-          Vec value = load(g + n * C + i), logit = load(f + n * C + i) + load(bias + i);
-          // bound * s (1 - s) with s = g / bound
-          Vec d = load(d_g + n * C + i) * value * (1.f - value * (1.f / bound)) * rate[h];
+          Vec logit = load(f + n * C + i) + load(bias + i);
+          // s (1 - s) from exp(-|x|): exact where the sigmoid is saturated and 1 - s would cancel.
+          Vec e = exponential(-absolute(logit * rate[h])), slope = e / ((1.f + e) * (1.f + e));
+          Vec d = load(d_g + n * C + i) * slope * (bound * rate[h]);
           store(d_f + n * C + i, d);
           add_to(d_bias + i, d), add_to(d_A + i, d * logit);
         }

@@ -13,7 +13,15 @@ import torch
 from torch import Tensor
 
 from moonlet.ops.documents import document_lengths
-from moonlet.ops.native.library import run
+from moonlet.ops.native.library import fits, run
+
+
+MAX_WIDTH = 16  # of the convolution, as in conv_norm.cpp
+
+
+def takes(x_BTC: Tensor, weight_CW: Tensor, num_heads: int) -> bool:
+    """Whether the kernel takes these tensors: heads in whole registers, a window of ordinary width."""
+    return weight_CW.shape[-1] <= MAX_WIDTH and fits(x_BTC, weight_CW, width=x_BTC.shape[-1] // num_heads)
 
 
 def conv_norm(
@@ -59,13 +67,13 @@ class _Gate(torch.autograd.Function):
         g = torch.empty_like(f)
         ctx.sizes = f.numel() // (heads * dim), heads, dim, float(bound)
         run("kda_gate_forward", f, rate, bias, g, *ctx.sizes, torch.get_num_threads())
-        ctx.save_for_backward(f, rate, bias, g)
+        ctx.save_for_backward(f, rate, bias)
         return g
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        f, rate, bias, g = ctx.saved_tensors
+        f, rate, bias = ctx.saved_tensors
         d_f, d_sums = torch.empty_like(f), f.new_empty(2, *bias.shape)
-        tensors = f, rate, bias, g, grads[0].contiguous(), d_f, d_sums
+        tensors = f, rate, bias, grads[0].contiguous(), d_f, d_sums
         run("kda_gate_backward", *tensors, *ctx.sizes, torch.get_num_threads())
         return d_f, d_sums[1].sum(-1), d_sums[0], None

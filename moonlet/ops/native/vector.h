@@ -25,7 +25,7 @@ typedef int32_t IntVec __attribute__((vector_size(LANES * 4)));
 INLINE Vec load(const float* p) { return *(const VecAnywhere*)p; }
 INLINE void store(float* p, Vec x) { *(VecAnywhere*)p = x; }
 INLINE Vec splat(float x) { return x - Vec{}; }
-INLINE Vec choose(IntVec mask, Vec yes, Vec no) { return (Vec)(((IntVec)yes & mask) | ((IntVec)no & ~mask)); }
+INLINE Vec choose(IntVec mask, Vec yes, Vec no) { return mask ? yes : no; }
 INLINE Vec larger(Vec a, Vec b) { return choose(a > b, a, b); }
 INLINE Vec absolute(Vec x) { return (Vec)((IntVec)x & 0x7fffffff); }
 
@@ -92,16 +92,13 @@ INLINE void transpose_matrix(const float* from, int64_t from_step, float* to, in
     for (int r = 0; r < rows; r += LANES) transpose_block(from + r * from_step + c, from_step, to + c * to_step + r, to_step);
 }
 
-// exp(x) to about 1 ulp; 0 below -87.3, finite up to 88. NaN stays NaN.
-INLINE Vec exponential(Vec x) {
-  const Vec low = splat(-87.33f), high = splat(88.f);
-  IntVec vanishes = x < low;
-  Vec bounded = choose(x > high, high, choose(vanishes, low, x));
+// exp(x) to about 1 ulp for |x| <= 87.
+INLINE Vec exponential_of_moderate(Vec x) {
   // 1.5 * 2^23: adding it rounds to an integer that then stands in the low mantissa bits.
-  Vec shifted = bounded * 1.44269504f + 12582912.f;
+  Vec shifted = x * 1.44269504f + 12582912.f;
   Vec whole = shifted - 12582912.f;
   // ln 2 in two parts, so that the remainder is exact.
-  Vec r = bounded - whole * 0.693359375f + whole * 2.12194440e-4f;
+  Vec r = x - whole * 0.693359375f + whole * 2.12194440e-4f;
   Vec p = splat(1.f / 5040);
   p = p * r + 1.f / 720;
   p = p * r + 1.f / 120;
@@ -109,8 +106,14 @@ INLINE Vec exponential(Vec x) {
   p = p * r + 1.f / 6;
   p = p * r + 0.5f;
   p = p * r * r + r + 1.f;
-  IntVec exponent = ((IntVec)shifted) << 23;
-  return choose(x == x, choose(vanishes, Vec{}, (Vec)((IntVec)p + exponent)), x);
+  return (Vec)((IntVec)p + (((IntVec)shifted) << 23));
+}
+
+// The same for any x: 0 below -87.3, finite up to the largest float, NaN stays NaN.
+INLINE Vec exponential(Vec x) {
+  const Vec low = splat(-87.33f), high = splat(88.f);
+  Vec bounded = choose(x < low, low, choose(x > high, high, x));
+  return choose(x == x, choose(x < low, Vec{}, exponential_of_moderate(bounded)), x);
 }
 
 INLINE Vec sigmoid(Vec x) { return 1.f / (1.f + exponential(-x)); }
