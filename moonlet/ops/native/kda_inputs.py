@@ -15,7 +15,6 @@ from torch import Tensor
 from moonlet.ops.documents import document_lengths
 from moonlet.ops.native.library import fits, run
 
-
 MAX_WIDTH = 16  # of the convolution, as in conv_norm.cpp
 
 
