@@ -59,14 +59,19 @@ def config(texts: Path, **changes: Any) -> RunConfig:
     return resolve_run(table)
 
 
-def prepare(root: Path) -> Path:
-    """Write texts to `root/texts` and the corpus to `root/data`; returns the latter."""
+def write_texts(folder: Path) -> None:
+    """Sixty short texts of few words."""
     words = ["moon", "let", "reads", "its", "own", "source", "and", "learns", "a", "little", "more", "each", "night"]
     draw = random.Random(0)
-    (root / "texts").mkdir()
     for number in range(60):
         lines = [" ".join(draw.choices(words, k=draw.randint(3, 12))) for _ in range(draw.randint(1, 8))]
-        (root / "texts" / f"{number}.txt").write_text(f"text {number}\n" + ".\n".join(lines))
+        (folder / f"{number}.txt").write_text(f"text {number}\n" + ".\n".join(lines))
+
+
+def prepare(root: Path) -> Path:
+    """Write texts to `root/texts` and the corpus to `root/data`; returns the latter."""
+    (root / "texts").mkdir()
+    write_texts(root / "texts")
     prepare_corpus(config(root / "texts"), root / "data")
     return root / "data"
 
