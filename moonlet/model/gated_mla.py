@@ -14,11 +14,12 @@ from torch import Tensor, nn
 from moonlet.config import ModelConfig
 from moonlet.model.norm import RMSNorm, linear
 from moonlet.model.state import MLAState, empty_mla_state
-from moonlet.ops.mla import absorbed_attention, causal_attention, max_logit, max_logit_bound
+from moonlet.ops.mla import absorbed_attention, causal_attention, max_logit, max_logit_bound, streamed_attention
 from moonlet.ops.rms_norm import at_least_fp32
 
 # The two low-rank norms use the released class's default and not the configured epsilon.
 LORA_EPS = 1e-6
+KEY_BLOCK = 1024  # cached tokens whose keys and values are expanded at a time
 
 
 class TrackedLogits(NamedTuple):
@@ -64,9 +65,7 @@ class GatedMLA(nn.Module):
         if state is None:
             o_BTHV = self._expanded(q_BTHK, rows_BTL, seq_lens)
         else:
-            rows_BSL = state.append(rows_BTL)
-            decoding = x_BTD.shape[1] == 1
-            o_BTHV = self._absorbed(q_BTHK, rows_BSL) if decoding else self._expanded(q_BTHK, rows_BSL, None)
+            o_BTHV = self._cached(q_BTHK, state.append(rows_BTL))
         o_BTC = o_BTHV.flatten(-2)
         if self.has_gate:
             o_BTC = o_BTC * torch.sigmoid(at_least_fp32(self.g_proj(x_BTD))).to(o_BTC.dtype)
@@ -95,6 +94,15 @@ class GatedMLA(nn.Module):
         if self.track_logits:
             self.tracked = TrackedLogits(q_BTHK.detach(), k_BSHK.detach(), seq_lens)
         return causal_attention(q_BTHK, k_BSHK, v_BSHV, self.scale, seq_lens)
+
+    def _cached(self, q_BTHK: Tensor, rows_BSL: Tensor) -> Tensor:
+        num_queries, num_keys = q_BTHK.shape[1], rows_BSL.shape[1]
+        if num_queries == 1:
+            return self._absorbed(q_BTHK, rows_BSL)
+        if num_queries == num_keys:
+            return self._expanded(q_BTHK, rows_BSL, None)
+        blocks = (self.expand(block) for block in rows_BSL.split(KEY_BLOCK, dim=1))
+        return streamed_attention(q_BTHK, blocks, num_keys, self.scale)
 
     def _absorbed(self, q_BTHK: Tensor, rows_BSL: Tensor) -> Tensor:
         q_nope, q_rope = q_BTHK.split([self.nope_dim, self.rope_dim], dim=-1)

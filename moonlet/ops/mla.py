@@ -1,12 +1,15 @@
 """Attention of Gated MLA: causal softmax without rotation (k3_model.md section 1).
 
-Two forms. Expanded, for training and prefill: keys and values per head. Absorbed, for decoding: the up-projections are
-folded into the query and the output, so that one row of R + rope numbers a token serves all heads.
+Three forms. Expanded, for training: keys and values per head. Streamed, for a prefill that continues: the same in blocks of
+keys. Absorbed, for decoding: the up-projections are folded into the query and the output, so that one row of R + rope
+numbers a token serves all heads.
 
 B batch, T queries, S cached tokens, H heads, K query/key dim (nope + rope), V value dim, R latent width.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterable
 
 import torch
 import torch.nn.functional as F
@@ -40,10 +43,43 @@ def _fused(q_BTHK: Tensor, k_BSHK: Tensor, v_BSHV: Tensor, scale: float) -> Tens
         return causal_attention_plain(q_BTHK, k_BSHK, v_BSHV, scale)
     # The fused kernel needs equal head sizes; with unequal ones torch silently takes the slow one.
     value_dim = v_BSHV.shape[-1]
-    v_BSHV = F.pad(v_BSHV, (0, q_BTHK.shape[-1] - value_dim))
-    q, k, v = (x.transpose(1, 2) for x in (q_BTHK, k_BSHK, v_BSHV))
+    widest = max(q_BTHK.shape[-1], value_dim)
+    q, k, v = (F.pad(x, (0, widest - x.shape[-1])).transpose(1, 2) for x in (q_BTHK, k_BSHK, v_BSHV))
     out = F.scaled_dot_product_attention(q, k, v, is_causal=num_queries > 1, scale=scale)
     return out.transpose(1, 2)[..., :value_dim]
+
+
+def streamed_attention(q_BTHK: Tensor, blocks: Iterable[tuple[Tensor, Tensor]], num_keys: int, scale: float) -> Tensor:
+    """Attention of the last T of `num_keys` tokens to keys and values that arrive block by block. -> [B, T, H, V].
+
+    Only one block's keys, values and scores are in memory at a time: what a long prefill needs beyond its cache does not
+    grow with its length. Softmax is merged online in float32.
+
+    Args:
+        blocks: consecutive (k [B, s, H, K], v [B, s, H, V]) from the first token on, `num_keys` tokens together.
+    """
+    positions = torch.arange(num_keys - q_BTHK.shape[1], num_keys, device=q_BTHK.device)
+    start, total, largest, denominator = 0, None, None, None
+    for k_BsHK, v_BsHV in blocks:
+        scores = at_least_fp32(torch.einsum("bthk,bshk->bhts", q_BTHK, k_BsHK)) * scale
+        stop = start + k_BsHK.shape[1]
+        if stop > positions[0]:
+            hidden = torch.arange(start, stop, device=q_BTHK.device) > positions.unsqueeze(1)
+            scores = scores.masked_fill(hidden, -torch.inf)
+        # The first block holds token 0, which every query sees: the running maximum is finite from there on.
+        block_top = scores.amax(-1, keepdim=True)
+        top = block_top if largest is None else torch.maximum(largest, block_top)
+        weights = torch.exp(scores - top)
+        block_sum = weights.sum(-1, keepdim=True)
+        block_total = torch.einsum("bhts,bshv->bhtv", weights, v_BsHV.to(weights.dtype))
+        if total is None or largest is None or denominator is None:
+            total, denominator = block_total, block_sum
+        else:
+            kept = torch.exp(largest - top)
+            total, denominator = total * kept + block_total, denominator * kept + block_sum
+        start, largest = stop, top
+    assert total is not None and denominator is not None, "no keys"
+    return (total / denominator).transpose(1, 2).to(q_BTHK.dtype)
 
 
 def absorbed_attention(

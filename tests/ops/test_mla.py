@@ -5,7 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from moonlet.ops.mla import absorbed_attention, causal_attention, causal_attention_plain, max_logit, max_logit_bound
+from moonlet.ops.mla import (
+    absorbed_attention,
+    causal_attention,
+    causal_attention_plain,
+    max_logit,
+    max_logit_bound,
+    streamed_attention,
+)
 
 
 def _qkv(batch, queries, keys, heads=3, key_dim=12, value_dim=8):
@@ -17,12 +24,26 @@ def _qkv(batch, queries, keys, heads=3, key_dim=12, value_dim=8):
     )
 
 
+@pytest.mark.parametrize("value_dim", [8, 12, 20])
 @pytest.mark.parametrize(("queries", "keys"), [(1, 1), (1, 9), (17, 17), (5, 12)])
-def test_fused_equals_the_definition(queries, keys):
-    q, k, v = _qkv(2, queries, keys)
+def test_fused_equals_the_definition(queries, keys, value_dim):
+    q, k, v = _qkv(2, queries, keys, value_dim=value_dim)
     torch.testing.assert_close(
         causal_attention(q, k, v, 0.3), causal_attention_plain(q, k, v, 0.3), atol=2e-6, rtol=1e-5
     )
+
+
+@pytest.mark.parametrize(("queries", "keys", "block"), [(1, 1, 4), (5, 12, 4), (5, 12, 12), (12, 12, 5), (3, 40, 1)])
+def test_streamed_equals_the_definition(queries, keys, block):
+    q, k, v = _qkv(2, queries, keys)
+    streamed = streamed_attention(q, zip(k.split(block, 1), v.split(block, 1)), keys, 0.3)
+    torch.testing.assert_close(streamed, causal_attention_plain(q, k, v, 0.3), atol=2e-6, rtol=1e-5)
+
+
+def test_streamed_softmax_survives_large_logits():
+    q, k, v = _qkv(1, 4, 30)
+    streamed = streamed_attention(q * 100, zip(k.split(7, 1), v.split(7, 1)), 30, 1.0)
+    torch.testing.assert_close(streamed, causal_attention_plain(q * 100, k, v, 1.0), atol=2e-5, rtol=1e-4)
 
 
 def test_packed_documents_are_attended_apart():
