@@ -92,8 +92,17 @@ INLINE void transpose_matrix(const float* from, int64_t from_step, float* to, in
     for (int r = 0; r < rows; r += LANES) transpose_block(from + r * from_step + c, from_step, to + c * to_step + r, to_step);
 }
 
-// exp(x) to about 1 ulp for |x| <= 87.
-INLINE Vec exponential_of_moderate(Vec x) {
+// NaN stays NaN.
+INLINE Vec clamp(Vec x, float limit) {
+  return choose(x > splat(limit), splat(limit), choose(x < splat(-limit), splat(-limit), x));
+}
+
+// exp(x) = 2^whole (1 + rest), |x| <= 87: the power as its exponent's bits, and rest = exp(r) - 1 for |r| <= ln 2 / 2.
+struct Exponential {
+  IntVec power;
+  Vec rest;
+};
+INLINE Exponential split_exponential(Vec x) {
   // 1.5 * 2^23: adding it rounds to an integer that then stands in the low mantissa bits.
   Vec shifted = x * 1.44269504f + 12582912.f;
   Vec whole = shifted - 12582912.f;
@@ -105,33 +114,30 @@ INLINE Vec exponential_of_moderate(Vec x) {
   p = p * r + 1.f / 24;
   p = p * r + 1.f / 6;
   p = p * r + 0.5f;
-  p = p * r * r + r + 1.f;
-  return (Vec)((IntVec)p + (((IntVec)shifted) << 23));
+  return {((IntVec)shifted) << 23, p * r * r + r};
 }
 
-// The same for any x: 0 below -87.3, finite up to the largest float, NaN stays NaN.
+// exp(x) to about 1 ulp for |x| <= 87.
+INLINE Vec exponential_of_moderate(Vec x) {
+  Exponential e = split_exponential(x);
+  return (Vec)((IntVec)(e.rest + 1.f) + e.power);
+}
+
+// exp(x) - 1 without cancellation near zero, |x| <= 87.
+INLINE Vec exponential_minus_one(Vec x) {
+  Exponential e = split_exponential(x);
+  Vec power = (Vec)((IntVec)splat(1.f) + e.power);
+  return power * e.rest + (power - 1.f);
+}
+
+// exp(x) for any x: 0 below -87.3, finite up to the largest float, NaN stays NaN.
 INLINE Vec exponential(Vec x) {
   const Vec low = splat(-87.33f), high = splat(88.f);
   Vec bounded = choose(x < low, low, choose(x > high, high, x));
   return choose(x == x, choose(x < low, Vec{}, exponential_of_moderate(bounded)), x);
 }
 
-INLINE Vec sigmoid(Vec x) { return 1.f / (1.f + exponential(-x)); }
-
-// tanh(x) to about 2 ulp: an odd polynomial near zero, where 1 - exp(-2x) would cancel.
-INLINE Vec hyperbolic_tangent(Vec x) {
-  Vec z = x * x;
-  Vec p = splat(-5.70498872745e-3f);
-  p = p * z + 2.06390887954e-2f;
-  p = p * z - 5.37397155531e-2f;
-  p = p * z + 1.33314422036e-1f;
-  p = p * z - 3.33332819422e-1f;
-  Vec near = x + x * z * p;
-  Vec e = exponential(absolute(x) * -2.f);
-  Vec far = (1.f - e) / (1.f + e);
-  far = choose(x < Vec{}, -far, far);
-  return choose(absolute(x) < splat(0.625f), near, far);
-}
+INLINE Vec sigmoid(Vec x) { return 1.f / (1.f + exponential_of_moderate(clamp(-x, 87.f))); }
 
 INLINE float* aligned_floats(size_t count) {
   size_t bytes = (count * sizeof(float) + 63) / 64 * 64;
