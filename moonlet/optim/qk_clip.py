@@ -34,6 +34,8 @@ class LogitTracker:
     def observe(self, threshold: float) -> None:
         """Take in the last forward pass. Layers where no logit can exceed `threshold` are not computed exactly."""
         for index, attention in enumerate(self.attentions):
+            if (kept := attention.tracked) is not None:  # under autocast queries and keys may differ in dtype
+                attention.tracked = kept._replace(q_BTHK=kept.q_BTHK.float(), k_BTHK=kept.k_BTHK.float())
             seen = attention.tracked_max_logit(threshold)
             if seen is not None:
                 self.maxima[index] = torch.maximum(self.maxima[index], seen.float())
@@ -60,9 +62,10 @@ def clip_qk(attention: GatedMLA, max_logit_H: Tensor, threshold: float) -> None:
     A key head that several query heads share shrinks for the one that needs it most; the others' queries make up for
     it.
     """
-    gamma_H = threshold / max_logit_H.clamp_min(threshold)
-    if bool((gamma_H == 1).all()):
+    is_large_H = max_logit_H > threshold
+    if not bool(is_large_H.any()):
         return
+    gamma_H = torch.where(is_large_H, threshold / max_logit_H, 1.0)
     key_G = gamma_H.view(attention.num_kv_heads, -1).amin(1).sqrt()
     own_H = gamma_H / key_G.repeat_interleave(attention.num_heads // attention.num_kv_heads)
     query = attention.q_proj if attention.q_lora_rank is None else attention.q_b_proj

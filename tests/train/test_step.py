@@ -154,6 +154,19 @@ def test_large_attention_logits_are_clipped_after_the_step(recipe: Any, parts: A
     assert train_step(high, rows, 1, 1.0).max_logit is None  # the bound was enough
 
 
+def test_bf16_products_with_float32_weights(recipe: Any, parts: Any, corpus_folder: Path):
+    """Autocast as on hardware with bfloat16 products; emulated here, hence tiny."""
+    rows = first_rows(recipe(), corpus_folder)
+    exact, rounded = parts(), parts(train={"precision": "bf16", "activation_checkpointing": True})
+    for step in range(1, 4):
+        expected = train_step(exact, rows, step, 1.0, look_closer=True)
+        result = train_step(rounded, rows, step, 1.0, look_closer=True)
+        assert result.loss == pytest.approx(expected.loss, abs=0.05)
+        assert result.max_logit is not None
+    assert {parameter.dtype for parameter in rounded.model.parameters()} == {torch.float32}
+    assert result.loss != expected.loss
+
+
 def row(ids: list[int], *seq_lens: int, masked: int = 0) -> Row:
     mask = np.arange(len(ids)) < len(ids) - masked
     return Row(np.array(ids), seq_lens or (len(ids),), mask, ())
