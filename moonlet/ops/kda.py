@@ -136,8 +136,10 @@ def kda_step(
 ) -> tuple[Tensor, Tensor]:
     """One decoded token of each sequence: (o [B, H, V] in v's dtype, new state). The given state is left as it was."""
     scale = q_BHK.shape[-1] ** -0.5 if scale is None else scale
-    q, k, v, g, beta, state = (at_least_fp32(x) for x in (q_BHK, k_BHK, v_BHV, g_BHK, beta_BH, state_BHKV))
-    decayed = g.exp().unsqueeze(-1) * state
-    surprise = v - torch.einsum("bhk,bhkv->bhv", k, decayed)
-    state = torch.addcmul(decayed, (beta.unsqueeze(-1) * k).unsqueeze(-1), surprise.unsqueeze(-2))
-    return (scale * torch.einsum("bhk,bhkv->bhv", q, state)).to(v_BHV.dtype), state
+    inputs = q_BHK, k_BHK, v_BHV, g_BHK, beta_BH, state_BHKV
+    is_learning = torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
+    if kernels() == "native" and native.takes(q_BHK, v_BHV) and not is_learning:
+        o_BHV, state = native.kda_step(inputs[:5], state_BHKV, scale)
+    else:
+        o_BHV, state = _advance(*(at_least_fp32(x) for x in inputs), scale=scale)
+    return o_BHV.to(v_BHV.dtype), state

@@ -27,6 +27,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from moonlet.ops.documents import document_lengths
 from moonlet.ops.rms_norm import at_least_fp32
@@ -123,6 +124,7 @@ class _ChunkedKDA(torch.autograd.Function):
         return out[: len(v)], state.view_as(initial)[plan.inverse]
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> Any:
         saved = ctx.saved_tensors  # read once: recomputation refuses a second look
         inputs, checkpoints = saved[:5], saved[5:]

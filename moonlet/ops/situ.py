@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from moonlet.ops.backend import kernels
 from moonlet.ops.native import situ as native
@@ -57,6 +58,7 @@ class _SituGlu(torch.autograd.Function):
         return situ_glu_plain(gate, up, beta, linear_beta)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> Any:
         gate, up = ctx.saved_tensors
         beta, linear_beta = ctx.betas

@@ -198,15 +198,30 @@ def test_continues_from_a_state(split: int) -> None:
     torch.testing.assert_close(end, final, atol=1e-10, rtol=0)
 
 
-def test_steps_equal_the_whole() -> None:
+@pytest.mark.parametrize("dims", [(16, 24), (16, 72), (5, 3)])
+def test_steps_equal_the_whole(dims: tuple[int, int]) -> None:
     for dtype, tolerance in ((torch.float64, 1e-12), (torch.float32, 2e-6)):
-        inputs = [x.to(dtype) for x in random_inputs(3, 20, dims=(16, 24))]
+        inputs = [x.to(dtype) for x in random_inputs(3, 20, dims=dims)]
         o, final = kda(*inputs)
         state = torch.zeros_like(final)
         for t in range(20):
             o_t, state = kda_step(*(x[:, t] for x in inputs), state)
             torch.testing.assert_close(o_t, o[:, t], atol=tolerance, rtol=tolerance)
         torch.testing.assert_close(state, final, atol=tolerance, rtol=tolerance)
+
+
+def test_a_step_leaves_the_given_state_alone_and_has_gradients() -> None:
+    inputs = [x[:, 0].float().requires_grad_() for x in random_inputs(2, 1)]
+    state = torch.randn(2, 2, 16, 24)
+    before = state.clone()
+    o, _ = kda_step(*inputs, state)
+    with torch.no_grad():
+        again, _ = kda_step(*inputs, state)
+    assert torch.equal(state, before)
+    torch.testing.assert_close(again, o, atol=2e-6, rtol=2e-6)
+    expected, _ = kda_recurrent(*(x.unsqueeze(1) for x in inputs), initial_state=state)
+    grads = torch.autograd.grad(o.sum(), inputs)
+    torch.testing.assert_close(grads, torch.autograd.grad(expected.sum(), inputs), atol=2e-6, rtol=2e-6)
 
 
 def test_a_document_never_sees_its_neighbour() -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from moonlet.ops.native.library import run
 
@@ -36,6 +37,7 @@ class _Mix(torch.autograd.Function):
         return out
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> Any:
         query, weights, scores, inverse, *sources = ctx.saved_tensors
         d_query, d_sources = torch.empty_like(query), [torch.empty_like(x) for x in sources]

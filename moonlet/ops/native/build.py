@@ -7,6 +7,7 @@ rename: two processes may build at the same time, and a changed machine never lo
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 import platform
 import shutil
@@ -43,6 +44,8 @@ def build(extra_flags: tuple[str, ...] = ()) -> Build:
         path = cache_folder() / f"kernels-{_fingerprint(compiler, flags)}.so"
         if path.exists():
             return Build(path, compiler, flags)
+        if not complaints:
+            logging.getLogger("moonlet").info("building C++ kernels with %s, once: it takes some seconds", compiler)
         complaint = _compile(compiler, flags, path)
         if complaint is None:
             return Build(path, compiler, flags)

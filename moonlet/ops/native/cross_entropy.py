@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from moonlet.ops.native.library import run
 
@@ -37,6 +38,7 @@ class _CrossEntropy(torch.autograd.Function):
         return losses
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> Any:
         (grad,) = ctx.saved_tensors
         return grad * grads[0].unsqueeze(-1), None, None

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from moonlet.ops.documents import document_lengths
 from moonlet.ops.native.library import load, run
@@ -94,6 +95,7 @@ class _NativeKDA(torch.autograd.Function):
         return out, state
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> Any:
         *inputs, u, checkpoints = ctx.saved_tensors
         layout = ctx.layout
@@ -102,3 +104,13 @@ class _NativeKDA(torch.autograd.Function):
         where = layout.starts, layout.checkpoint_starts
         run("kda_backward", *inputs, *where, u, checkpoints, d_out, d_state, *d_inputs, *layout.sizes)
         return *d_inputs, d_state, None, None
+
+
+def kda_step(inputs: Sequence[Tensor], state_MHKV: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """One decoded token: q, k, v, g [B, H, *], beta [B, H] and the state -> (o [B, H, V], new state). No autograd."""
+    q, k, v, g, beta = (x.float().contiguous() for x in inputs)
+    state, o = state_MHKV.float().contiguous(), torch.empty_like(v)
+    new_state = torch.empty_like(state)
+    sizes = beta.numel(), q.shape[-1], v.shape[-1], float(scale), torch.get_num_threads()
+    run("kda_step", q, k, v, g, beta, state, new_state, o, *sizes)
+    return o, new_state

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from moonlet.ops.documents import document_lengths
 from moonlet.ops.native.library import fits, run
@@ -45,6 +46,7 @@ class _ConvNorm(torch.autograd.Function):
         return out
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> Any:
         x, weight, starts = ctx.saved_tensors
         d_x, d_weight = x.new_empty(x.shape), torch.empty_like(weight)
@@ -70,6 +72,7 @@ class _Gate(torch.autograd.Function):
         return g
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> Any:
         f, rate, bias = ctx.saved_tensors
         d_f, d_sums = torch.empty_like(f), f.new_empty(2, *bias.shape)

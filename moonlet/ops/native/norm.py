@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from moonlet.ops.native.library import run
 
@@ -32,6 +33,7 @@ class _Norm(torch.autograd.Function):
         return y
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> Any:
         x, gate, weight = ctx.saved_tensors
         d_x, d_weight = torch.empty_like(x), torch.empty_like(weight)

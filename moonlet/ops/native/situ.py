@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from moonlet.ops.native.library import run
 
@@ -57,6 +58,7 @@ class _SituGlu(torch.autograd.Function):
         return _forward(rows, ctx.betas).view(gate.shape)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> Any:
         gate, up = ctx.saved_tensors
         d_gate, d_up = torch.empty(gate.shape), torch.empty(gate.shape)
@@ -73,6 +75,7 @@ class _SituGluPacked(torch.autograd.Function):
         return _forward(_halves(rows), ctx.betas).view(*gate_up.shape[:-1], -1)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> Any:
         (rows,) = ctx.saved_tensors
         d_rows = torch.empty(rows.shape)
