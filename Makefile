@@ -13,7 +13,7 @@ export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 .PHONY: demo test lint clean
 
 demo: $(VENV)/demo.stamp
-	$(BIN)/moonlet run recipes/laptop.toml
+	$(BIN)/moonlet run recipes/laptop.toml --resume
 
 test: lint
 	$(BIN)/python -m pytest
