@@ -87,7 +87,9 @@ def main(tokens: int) -> None:
     state = torch.randn(1, HEADS, DIM, DIM)
     for kernels in ("torch", "native"):
         with use_kernels(kernels), torch.no_grad():
-            print(f"  {kernels:7} decoding step: {1e6 * cpu_seconds(lambda: kda_step(q, k, v, g, beta, state), 50):.0f} us")
+            print(
+                f"  {kernels:7} decoding step: {1e6 * cpu_seconds(lambda: kda_step(q, k, v, g, beta, state), 50):.0f} us"
+            )
 
 
 if __name__ == "__main__":
