@@ -5,7 +5,7 @@ B sequences, T tokens, D hidden, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import torch
@@ -19,7 +19,7 @@ from moonlet.model.block import DecoderLayer
 from moonlet.model.latent_moe import LatentMoE
 from moonlet.model.norm import RMSNorm, linear
 from moonlet.model.padding import repad, unpad
-from moonlet.model.router import AllReduce, Router
+from moonlet.model.router import Router
 from moonlet.model.state import DecodeState
 
 SeqLens = tuple[int, ...] | None
@@ -171,6 +171,13 @@ class K3(nn.Module):
         for router in self.routers().values():
             router.collect()
 
-    def update_balance(self, all_reduce: AllReduce | None = None) -> dict[str, Tensor]:
-        """Quantile Balancing after an optimiser step. Returns the load of each router's experts in this step."""
-        return {name: router.update(all_reduce) for name, router in self.routers().items()}
+    def update_balance(self, all_reduce: Callable[[list[Tensor]], None] | None = None) -> dict[str, Tensor]:
+        """Quantile Balancing after an optimiser step. Returns the load of each router's experts in this step.
+
+        Args:
+            all_reduce: sums integer tensors over the ranks in place; called once, with the counts of all routers.
+        """
+        routers = self.routers()
+        if all_reduce is not None:
+            all_reduce([total for router in routers.values() for total in router.totals()])
+        return {name: router.update() for name, router in routers.items()}

@@ -7,7 +7,6 @@ whatever the micro-batching or the checkpointing, and a forward pass in eval mod
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Literal, NamedTuple
 
 import torch
@@ -16,8 +15,6 @@ from torch import Tensor, nn
 from moonlet.config import ModelConfig
 from moonlet.ops.quantile_balancing import exact_bias, histogram_bias, required_bias, required_bias_histogram
 from moonlet.ops.routing import expert_weights, router_scores, select_experts
-
-AllReduce = Callable[[Tensor], None]
 
 
 class Routing(NamedTuple):
@@ -88,24 +85,27 @@ class Router(nn.Module):
         elif self.method == "exact":
             self._required.append(required)
 
-    @torch.no_grad()
-    def update(self, all_reduce: AllReduce | None = None) -> Tensor:
-        """Set the bias for the next step from this step's totals. Returns the load of each expert [E], over all ranks.
+    def totals(self) -> list[Tensor]:
+        """The counts of this step that add up over ranks; the caller may sum them in place before `update`.
 
-        Args:
-            all_reduce: sums an integer tensor over the ranks in place. With it, `method` must not be 'exact', whose
-                quantile needs every token's value in one place.
+        Raises:
+            ValueError: `method` is 'exact', whose quantile needs every token's value in one place.
         """
-        load = self.load_per_expert
-        if all_reduce is not None:
-            all_reduce(load)
+        if self.method == "exact":
+            raise ValueError("exact Quantile Balancing needs all tokens on one rank; use method 'histogram'")
+        device = self.weight.device
+        self.load_per_expert = self.load_per_expert.to(device)
+        if self.method == "histogram" and self._histogram is None:
+            self._histogram = torch.zeros(self.num_experts, self.bins, dtype=torch.int64, device=device)
+        return [self.load_per_expert] if self._histogram is None else [self.load_per_expert, self._histogram]
+
+    @torch.no_grad()
+    def update(self) -> Tensor:
+        """Set the bias for the next step from this step's totals. Returns the load of each expert, [E]."""
+        bias, load = self.e_score_correction_bias, self.load_per_expert
         if self.method == "histogram" and self._histogram is not None:
-            if all_reduce is not None:
-                all_reduce(self._histogram)
-            self.e_score_correction_bias.copy_(histogram_bias(self._histogram, self.e_score_correction_bias, self.k))
+            bias.copy_(histogram_bias(self._histogram, bias, self.k))
         elif self.method == "exact" and self._required:
-            if all_reduce is not None:
-                raise ValueError("exact Quantile Balancing needs all tokens on one rank; use method 'histogram'")
-            self.e_score_correction_bias.copy_(exact_bias(torch.cat(self._required), self.k))
+            bias.copy_(exact_bias(torch.cat(self._required), self.k))
         self.forget()
         return load

@@ -89,7 +89,7 @@ def train_step(parts: Parts, rows: Sequence[Row], step: int, scale: float, look_
     parts.optimizers.step(scale)
     if optim.qk_clip_threshold is not None:
         parts.tracker.clip(optim.qk_clip_threshold)
-    loads = model.update_balance(None if ranks.num_ranks == 1 else lambda tensor: ranks.sum_([tensor]))
+    loads = model.update_balance(None if ranks.num_ranks == 1 else ranks.sum_)
     # ------------------------------------------------------------------------------------------------------------------
     parts.tracker.stop()
     return StepResult(float(loss), grad_norm, dict(zip(gradients, norms.tolist())), loads, parts.tracker.largest)
