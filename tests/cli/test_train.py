@@ -7,7 +7,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
 import tiny_run
 
 from moonlet.config import dump_toml, load_recipe
@@ -20,9 +19,8 @@ def moonlet(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=250)
 
 
-@pytest.mark.parametrize("recipe", ["laptop", "k3"])
-def test_explain_names_the_group_of_every_parameter(recipe: str):
-    done = moonlet("--explain", ROOT / "recipes" / f"{recipe}.toml")
+def test_explain_names_the_group_of_every_parameter():
+    done = moonlet("--explain", ROOT / "recipes" / "laptop.toml")
     assert done.returncode == 0, done.stderr
     groups = {line.split()[0]: line.split()[1] for line in done.stdout.splitlines() if len(line.split()) > 5}
     assert groups["model.layers.0.self_attn.q_proj.weight"] == "muon_per_head"
