@@ -43,9 +43,11 @@ def observed(parts: Parts, result: StepResult) -> dict[str, torch.Tensor]:
 
 
 def step_on_ranks(ranks: Ranks, config: RunConfig, corpus_folder: Path, out: Path) -> None:
-    """One step; then one in which the second rank's rows give NaN."""
-    parts = build_parts(config, ranks)
+    """A step with one row for all ranks; an ordinary step; then one in which the last rank's rows give NaN."""
     rows = first_rows(config, corpus_folder)
+    parts = build_parts(config, ranks)
+    torch.save(observed(parts, train_step(parts, rows[:1], 1, 1.0)), out / f"one_row_{ranks.rank}.pt")
+    parts = build_parts(config, ranks)
     result = train_step(parts, rows, 1, 1.0)
     torch.save(observed(parts, result), out / f"step_{ranks.rank}.pt")
     before = {name: tensor.clone() for name, tensor in parts.model.state_dict().items()}

@@ -80,23 +80,13 @@ def pretrain(
     options = _Options(resume, reset_optimizer, open_sink, measure)
     under_torchrun = int(os.environ.get("WORLD_SIZE", "1")) > 1
     num_ranks = int(os.environ["WORLD_SIZE"]) if under_torchrun else config.train.num_processes
-    _check_ranks(config, num_ranks)
+    if num_ranks > 1 and config.balance.method == "exact":
+        raise ConfigError("balance.method 'exact' needs all tokens on one rank: use 'histogram', or num_processes = 1")
     if under_torchrun or num_ranks == 1:
         with joined_ranks() as ranks:
             pretrain_rank(ranks, config, run, options)
     else:
         spawn_ranks(pretrain_rank, num_ranks, (config, run, options))
-
-
-def _check_ranks(config: RunConfig, num_ranks: int) -> None:
-    if num_ranks > 1 and config.balance.method == "exact":
-        raise ConfigError("balance.method 'exact' needs all tokens on one rank: use 'histogram', or num_processes = 1")
-    for stage in config.stages:
-        if (rows := stage.batch_tokens // stage.seq_len) < num_ranks:
-            raise ConfigError(
-                f"stage '{stage.name}': a step has {rows} row(s) of {stage.seq_len} tokens, too few for {num_ranks} ranks; "
-                "raise its batch_tokens or lower train.num_processes"
-            )
 
 
 def pretrain_rank(ranks: Ranks, config: RunConfig, directory: RunDirectory, options: _Options) -> None:

@@ -182,12 +182,6 @@ def test_exact_balancing_needs_one_rank(recipe: Any, new_run: Any):
         pretrain(recipe(balance={"method": "exact"}, train={"num_processes": 2}), new_run("run"))
 
 
-def test_every_rank_needs_a_row(recipe: Any, new_run: Any):
-    stages = [{"name": "wide", "seq_len": 64, "tokens": 256, "batch_tokens": 64, "mixture": {"text": 1}}]
-    with pytest.raises(ConfigError, match=r"stage 'wide': a step has 1 row\(s\).*2 ranks"):
-        pretrain(recipe(stages=stages, train={"num_processes": 2}), new_run("run"))
-
-
 def test_precision_follows_the_hardware():
     cpu = torch.device("cpu")
     has_bf16 = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()

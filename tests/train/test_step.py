@@ -68,13 +68,17 @@ def test_loads_count_every_valid_token_once(step_with: Any, recipe: Any, corpus_
     assert {int(load.sum()) for load in loads.values()} == {valid * config.model.num_experts_per_token}
 
 
-def test_two_ranks_equal_one_and_share_a_nan(step_with: Any, recipe: Any, corpus_folder: Path, tmp_path: Path):
-    """B38 on ranks; a NaN on one rank stops both, with the weights untouched."""
+def test_two_ranks_equal_one_and_share_a_nan(
+    step_with: Any, recipe: Any, parts: Any, corpus_folder: Path, tmp_path: Path
+):
+    """B38 on ranks, also where one of them has no row; a NaN on one rank stops both, with the weights untouched."""
     config = recipe(train={"micro_batch_tokens": 64}, optim=NO_CLIP)
     spawn_ranks(step_on_ranks, 2, (config, corpus_folder, tmp_path))
-    alone = step_with(64)
+    alone, built = step_with(64), parts(config)
+    one_row = observed(built, train_step(built, first_rows(config, corpus_folder)[:1], 1, 1.0))
     for rank in range(2):
         assert_same_step(torch.load(tmp_path / f"step_{rank}.pt"), alone)
+        assert_same_step(torch.load(tmp_path / f"one_row_{rank}.pt"), one_row)
         message, unchanged = torch.load(tmp_path / f"nan_{rank}.pt")
         assert "not finite at step 2" in message and "nothing was updated" in message
         assert unchanged
