@@ -6,6 +6,7 @@ rename: two processes may build at the same time, and a changed machine never lo
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import logging
 import os
@@ -116,6 +117,7 @@ def _compile(compiler: str, flags: tuple[str, ...], path: Path) -> str | None:
         result = subprocess.run(command, capture_output=True, text=True, timeout=BUILD_TIMEOUT_S, check=False)
         if result.returncode != 0:
             return result.stderr.strip()[-2000:] or f"exit status {result.returncode}"
+        ctypes.CDLL(unfinished)  # a compiler may take -fopenmp and leave its symbols to nobody
         os.replace(unfinished, path)
     except (OSError, subprocess.TimeoutExpired) as error:
         return str(error)
