@@ -15,7 +15,7 @@ def export(
     plain: Annotated[bool, typer.Option("--plain", help="BF16 experts instead of MXFP4 ones.")] = False,
     max_shard_mb: Annotated[
         int | None,
-        typer.Option(min=1, help="Largest shard in megabytes. [default: one shard a layer]", show_default=False),
+        typer.Option(min=1, help="Largest shard in megabytes.", show_default="one shard a layer"),
     ] = None,
 ) -> None:
     """Write the newest checkpoint of a run as a released one: safetensors shards, index, config.json, tokenizer.json."""

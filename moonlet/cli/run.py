@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 def run(
     recipe: Annotated[Path, typer.Argument(help="Recipe in TOML, e.g. recipes/laptop.toml.")],
     overrides: Annotated[list[str] | None, typer.Argument(help="Changes to it: stages.0.tokens=1000 ...")] = None,
-    out: Annotated[Path | None, typer.Option(help="Run directory. [default: runs/NAME]", show_default=False)] = None,
+    out: Annotated[Path | None, typer.Option(help="Run directory.", show_default="runs/NAME")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with the run that is there.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the resolved recipe and stop.")] = False,
 ) -> None:
@@ -35,7 +35,7 @@ def run(
     with open_run(out or Path("runs") / config.name, config, resume) as directory:
         prepare(config, directory)
         train(config, directory, resume)
-        results = measure(directory)
+        results = measure(config, directory)
     summarise(results, directory.root, time.monotonic() - started)
 
 
@@ -59,12 +59,12 @@ def train(config: RunConfig, directory: RunDirectory, resume: bool) -> None:
     pretrain(config, directory, resume, open_sink=open_sink, measure=score)
 
 
-def measure(directory: RunDirectory) -> dict[str, Any]:
+def measure(config: RunConfig, directory: RunDirectory) -> dict[str, Any]:
     """eval/*.json, report.html and results.json."""
     from moonlet.eval.measure import measure_run
     from moonlet.report.html import build_report
 
-    results = measure_run(directory.root)
+    results = measure_run(directory.root, settings=config.eval)
     build_report(directory.root)
     return results
 

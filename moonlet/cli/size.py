@@ -34,7 +34,7 @@ def _read(target: str) -> tuple[ModelConfig, VisionConfig | None]:
     from moonlet.config.vision import load_vision_preset
 
     path = Path(target)
-    if target in preset_names() or not path.exists():
+    if target in preset_names() or not (path.exists() or path.suffix or len(path.parts) > 1):
         return resolve_model({"preset": target}), load_vision_preset(target)
     from moonlet.model.hf import read_config
 

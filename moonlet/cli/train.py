@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 def train(
     recipe: Annotated[Path, typer.Argument(help="Recipe in TOML, e.g. recipes/laptop.toml.")],
     overrides: Annotated[list[str] | None, typer.Argument(help="Changes to it: stages.0.tokens=1000 ...")] = None,
-    out: Annotated[Path | None, typer.Option(help="Run directory. [default: runs/NAME]", show_default=False)] = None,
+    out: Annotated[Path | None, typer.Option(help="Run directory.", show_default="runs/NAME")] = None,
     explain: Annotated[bool, typer.Option("--explain", help="Print how each parameter is trained, and stop.")] = False,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with the run that is there.")] = False,
     reset_optimizer: Annotated[

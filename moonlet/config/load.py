@@ -34,11 +34,12 @@ def resolve_model(table: dict[str, Any], where: str = "[model]") -> ModelConfig:
     return ModelConfig.parse(merge_model(base, table), where)
 
 
-def _none_from_text(table: dict[str, Any]) -> dict[str, Any]:
-    return {
-        key: _none_from_text(value) if isinstance(value, dict) else None if value == "none" else value
-        for key, value in table.items()
-    }
+def _none_from_text(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _none_from_text(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_none_from_text(inner) for inner in value]
+    return None if value == "none" else value
 
 
 def load_toml(path: Path) -> dict[str, Any]:
@@ -60,7 +61,7 @@ def load_recipe(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
 
 
 def resolve_run(table: dict[str, Any], where: str = "") -> RunConfig:
-    table = dict(table)
+    table = _none_from_text(table)
     if isinstance(table.get("model"), dict):
         table["model"] = resolve_model(table["model"], where=f"{where} [model]".strip())
     return RunConfig.parse(table, where)
@@ -108,9 +109,7 @@ def _position(node: list[Any], part: str, override: str) -> int:
 
 def dump_toml(config: RunConfig) -> str:
     """The resolved configuration as TOML that `load_recipe` reads back to an equal one."""
-    table = config.model_dump(mode="json", exclude_none=True)
-    table["model"] = config.model.model_dump(mode="json")  # its fields have no defaults, so none may be left out
-    return "\n".join(_lines(table, "")) + "\n"
+    return "\n".join(_lines(config.model_dump(mode="json"), "")) + "\n"
 
 
 def _lines(table: dict[str, Any], prefix: str) -> list[str]:

@@ -18,7 +18,7 @@ class SourceConfig(Strict):
     path: str | None = None  # file, folder or glob; the dataset's name for huggingface
     field: str = "text"  # the column or key that holds the text
     split: str = "train"  # huggingface only
-    facts: int = Field(default=4, ge=1)  # planted only: facts in a document
+    facts: int = Field(default=4, ge=1)  # planted only: facts for each 256 tokens of a document
 
 
 class DataConfig(Strict):
@@ -102,7 +102,7 @@ class EvalConfig(Strict):
 
 class RunConfig(Strict):
     name: str
-    seed: int = 0
+    seed: int = Field(default=0, ge=0)
     model: ModelConfig
     data: DataConfig
     stages: list[StageConfig] = Field(min_length=1)
@@ -116,6 +116,9 @@ class RunConfig(Strict):
         names = [source.name for source in self.data.sources]
         if len(set(names)) != len(names):
             raise ValueError(f"two sources have the same name: {names}")
+        stages = [stage.name for stage in self.stages]
+        if len(set(stages)) != len(stages):
+            raise ValueError(f"two stages have the same name: {stages}")
         for stage in self.stages:
             for name in stage.mixture:
                 if name not in names:

@@ -12,7 +12,9 @@ from moonlet.errors import ConfigError, nearest_name
 class Strict(BaseModel):
     """A frozen record that refuses unknown keys. Build it with `parse`, which raises `ConfigError`."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=False, validate_default=True, protected_namespaces=())
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, validate_default=True, protected_namespaces=(), coerce_numbers_to_str=True
+    )
 
     @classmethod
     def parse(cls, values: dict[str, Any], where: str = "") -> Self:

@@ -2,8 +2,8 @@
 
 Every text is read once into a spool; duplicates are dropped over all sources, the rest is split by content hash, the
 tokenizer is trained on the training part, and each part is written as token shards (`shards.py`) in order of content
-hash. So the same documents give the same bytes in whatever order they are read, and no held-out document has a
-near-duplicate in the training part.
+hash. So the same documents give the same bytes in whatever order they are read, and, with
+`near_dedup`, no held-out document has a near-duplicate in the training part (as far as the search finds them).
 
     tokenizer.json   train/<number of the source>/   heldout/ (with texts.jsonl)   corpus.json (written last)
 """

@@ -49,7 +49,7 @@ class Packer:
         return row
 
     def _read_ahead(self, min_tokens: int) -> None:
-        """Fill the buffer: short documents must offer enough tokens, and a small corpus no more than one epoch ahead."""
+        """Fill the buffer: short documents must offer enough tokens, and a corpus of fewer than two rows is read over and over."""
         num_tokens = sum(len(span) for span in self.spans)
         while len(self.spans) < min(self.read_ahead, self.stream.num_documents) or num_tokens < min_tokens:
             epoch, index = self.stream.next()

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from moonlet.config import RunConfig, StageConfig
+from moonlet.config import EvalConfig, RunConfig, StageConfig
 from moonlet.data.corpus import Corpus
 from moonlet.errors import CheckpointError, StorageError
 from moonlet.eval.depth import depth_attention
@@ -46,7 +46,7 @@ class Subject:
         return self.config.stages[find_place(self.config, max(0, self.step - 1)).index]
 
 
-def load_subject(run: Path) -> Subject:
+def load_subject(run: Path, settings: EvalConfig | None = None) -> Subject:
     """The newest complete checkpoint of a run directory (or the checkpoint folder named), with the run's corpus.
 
     Raises:
@@ -61,6 +61,8 @@ def load_subject(run: Path) -> Subject:
         raise CheckpointError(
             f"'{corpus.folder}' was written with another tokenizer than the one that '{checkpoint}' was trained with"
         )
+    if settings is not None:
+        config = config.model_copy(update={"eval": settings})
     return Subject(run, config, model, tokenizer, corpus, int(checkpoint.name.removeprefix("step_")))
 
 
@@ -78,16 +80,19 @@ def stage_lines(
     return lines
 
 
-def measure_run(run: Path, distances: Sequence[int] | None = None) -> dict[str, Any]:
-    """Measure a run as its recipe's [eval] says and write eval/*.json. Returns the contents by file stem.
+def measure_run(
+    run: Path, distances: Sequence[int] | None = None, settings: EvalConfig | None = None
+) -> dict[str, Any]:
+    """Measure a run and write eval/*.json. Returns the contents by file stem.
 
     Args:
+        settings: instead of the [eval] of the recipe in the checkpoint.
         distances: of the recall, instead of the recipe's.
 
     Raises:
         MoonletError: as `load_subject`; StorageError where a file cannot be written.
     """
-    subject = load_subject(run)
+    subject = load_subject(run, settings)
     pieces = {
         "heldout": measure_heldout(subject),
         "depth": measure_depth(subject),
@@ -109,7 +114,7 @@ def measure_heldout(subject: Subject) -> dict[str, Any]:
             progress=phase,
         )
     rivals = compressors(b"".join(document.text.encode() for document in documents))
-    found = {**asdict(score), "documents": len(documents), "compressors": rivals, "by_stage": _by_stage(subject.run)}
+    found = {"step": subject.step, **asdict(score), "documents": len(documents), "compressors": rivals, "by_stage": _by_stage(subject.run)}
     return _save(subject.run, "heldout", found)
 
 
@@ -118,7 +123,7 @@ def measure_recall(subject: Subject, distances: Sequence[int]) -> dict[str, Any]
     plan = RecallPlan(distances, subject.config.eval.recall_probes, subject.config.seed)
     with Phase("recall", len(set(distances)) * plan.probes, "questions") as phase:
         found = recall_by_distance(subject.model, subject.tokenizer, text, plan, phase)
-    return _save(subject.run, "recall", found)
+    return _save(subject.run, "recall", {"step": subject.step, **found})
 
 
 def measure_samples(subject: Subject) -> list[dict[str, Any]]:

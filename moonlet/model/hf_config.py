@@ -118,7 +118,7 @@ def released_config(text: ModelConfig, *, quantized: bool) -> dict[str, Any]:
 
 
 def with_quantization(raw: dict[str, Any], quantized: bool) -> dict[str, Any]:
-    """`raw` with the right `quantization_config`: an existing one is kept, a missing or wrong one is replaced."""
+    """`raw` with the right `quantization_config`: an existing one is kept, a missing one is added."""
     holder = dict(raw.get("text_config", raw))
     if not quantized:
         holder.pop("quantization_config", None)

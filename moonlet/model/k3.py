@@ -91,6 +91,9 @@ class K3(nn.Module):
             self._refuse_with_mask(seq_lens, state)
             packed_ids, lengths = unpad(ids_BT, attention_mask)
             packed = None if embeddings is None else unpad(embeddings, attention_mask)[0]
+            if forced_routing is not None:
+                valid = attention_mask.bool().flatten()
+                forced_routing = {layer: indices[valid] for layer, indices in forced_routing.items()}
             out = self.hidden(
                 packed_ids, seq_lens=lengths, forced_routing=forced_routing, trace=trace, embeddings=packed
             )

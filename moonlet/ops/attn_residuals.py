@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from moonlet.ops.native import usable
 from moonlet.ops.native.attn_res_mix import attn_res_mix
@@ -67,6 +68,7 @@ class _Mix(torch.autograd.Function):
         return out.to(sources[0].dtype)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> Any:
         query_D, weights, *sources = ctx.saved_tensors
         query, d_out = at_least_fp32(query_D), at_least_fp32(grads[0])
@@ -106,7 +108,7 @@ def merge_partial(scan: Scan, site: int, partial: Tensor | None, query_D: Tensor
     """Phase 2: site `site`'s mix of the scanned sources and the running sum `partial` [..., D] (None: not started)."""
     total, largest, denominator = (part[site] for part in scan)
     if partial is None:
-        return total / denominator.unsqueeze(-1)
+        return (total / denominator.unsqueeze(-1)).to(query_D.dtype)
     wide = at_least_fp32(partial)
     score = (wide @ at_least_fp32(query_D)) * inverse_rms(wide, eps).squeeze(-1)
     top = torch.maximum(largest, score)

@@ -2,7 +2,7 @@
 
 - `native`: C++ built by the system's compiler at first use (`ops/native/`); what it does not cover goes to torch;
 - `torch`: chunked and fused forms written with torch operations;
-- `naive`: the plain definitions, for comparison.
+- `naive`: the plain definitions of KDA, its inputs and SiTU, for comparison; the rest as in `torch`.
 
 The environment variable MOONLET_KERNELS forces one. Without it: native where a compiler is found and its kernels
 load, torch elsewhere.

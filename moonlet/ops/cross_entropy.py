@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from moonlet.ops.native import usable
 from moonlet.ops.native.cross_entropy import softmax_cross_entropy_
@@ -66,6 +67,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return total
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         d_hidden, d_weight = ctx.saved_tensors
         return *(None if d is None else d * grads[0].to(d.dtype) for d in (d_hidden, d_weight)), None, None

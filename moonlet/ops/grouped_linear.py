@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 ALIGN = 8
 
@@ -60,6 +61,7 @@ class _Gather(torch.autograd.Function):
         return x_ND.index_select(0, plan.token_P)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> Any:
         (d_PD,) = grads
         num_tokens, k = ctx.slot_NK.shape
@@ -80,6 +82,7 @@ class _Combine(torch.autograd.Function):
         return _weighted_sum(y_PD, weights_NK, plan.slot_NK)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> Any:
         y_PD, weights_NK = ctx.saved_tensors
         plan, d_ND = ctx.plan, grads[0]

@@ -1,7 +1,8 @@
 """Quantile Balancing: the router bias that gives every expert its share (K3 report 2.3.3 and appendix C, D).
 
 Token i takes expert j when s_ij + b_j reaches its cutoff alpha_i, so the bias that j needs is r_ij = alpha_i - s_ij, and the
-bias that gives it mk/n of m tokens is the k/n quantile of its column. The new bias is that quantile, mean-centred.
+bias that gives it mk/n of m tokens is the k/n quantile of its column. The new bias is that quantile, mean-centred. (With
+expert groups a cutoff is that of the chosen groups: the rule then only approaches the even share, step by step.)
 
 Two solvers: `exact_bias` sorts the required biases; `histogram_bias` reads them off integer counts, which add up over
 micro-batches and ranks (one all-reduce a step) with an error of at most one bin.

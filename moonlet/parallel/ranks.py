@@ -165,7 +165,8 @@ def _rank_main(
     _die_with(parent)
     os.setpgrp()  # the terminal's Ctrl-C goes to the parent, which passes it on: once, not twice
     # Nothing but this machine takes part, whatever its network looks like.
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
+    os.environ["LOCAL_RANK"] = str(ranks.rank)  # as torchrun would say: which device is this rank's
     try:
         dist.init_process_group(
             "gloo", init_method=f"file://{rendezvous}", rank=ranks.rank, world_size=ranks.num_ranks, timeout=_TIMEOUT

@@ -106,7 +106,7 @@ def _columns(lines: list[Table], names: tuple[str, ...]) -> Table:
     return {name: [line.get(name) for line in lines] for name in names if any(name in line for line in lines)}
 
 
-def _latest(lines: list[Table], name: str) -> Any:
+def _largest(lines: list[Table], name: str) -> Any:
     """The largest value under `name`; None where no line has it."""
     return max((line[name] for line in lines if line.get(name) is not None), default=None)
 
@@ -122,9 +122,9 @@ def _run_facts(run_dir: Path, train: list[Table], heldout: list[Table], recipe: 
         "folder": run_dir.resolve().name,
         "status": "finished" if events and events[-1].get("event") == "done" else "unfinished",
         "seed": recipe.seed if recipe else None,
-        "step": _latest(reached, "step") or 0,
+        "step": _largest(reached, "step") or 0,
         "total_steps": recipe.num_steps if recipe else None,
-        "tokens": _latest(reached, "tokens") or 0,
+        "tokens": _largest(reached, "tokens") or 0,
         "training_seconds": last.get("seconds"),
         "started": times[0] if times else None,
         "ended": times[-1] if times else None,
@@ -163,9 +163,9 @@ def _stages(train: list[Table], heldout: list[Table], recipe: RunConfig | None) 
     for position, name in enumerate(names):
         lines = [line for line in train if line.get("stage") == name]
         ends = [line for line in heldout if line.get("stage") == name]
-        last_tokens = _latest([*lines, *ends], "tokens")
+        last_tokens = _largest([*lines, *ends], "tokens")
         stage = {"name": name, "first_tokens": start_tokens, "last_tokens": last_tokens}
-        stage["last_step"] = _latest([*lines, *ends], "step")
+        stage["last_step"] = _largest([*lines, *ends], "step")
         stage["bits_per_byte"] = ends[-1].get("bits_per_byte") if ends else None
         stage["seq_len"] = planned[position].seq_len if planned else None
         stage["planned_tokens"] = planned[position].tokens if planned else None

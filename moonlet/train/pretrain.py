@@ -95,6 +95,8 @@ def pretrain_rank(ranks: Ranks, config: RunConfig, directory: RunDirectory, opti
         corpus = Corpus(directory.data)
         checkpoint = _checkpoint_to_resume(directory) if options.resume else None
         changed = check_belongs(checkpoint, config, corpus.tokenizer.hash) if checkpoint else []
+        if ranks.is_first:
+            directory.record(config)
         parts = build_parts(config, ranks)
         first_step = checkpoint.step if checkpoint else 0
         opens = ranks.is_first and options.open_sink is not None

@@ -44,6 +44,10 @@ class RunDirectory:
     def logs(self) -> Path:
         return self.root / "logs" / f"attempt_{self.attempt}"
 
+    def record(self, config: RunConfig) -> None:
+        """Write the resolved recipe. A resumed run does it once the recipe has proved to belong to its checkpoint."""
+        _replace_text(self.config_path, dump_toml(config))
+
 
 @contextlib.contextmanager
 def open_run(root: Path, config: RunConfig, resume: bool = False) -> Iterator[RunDirectory]:
@@ -64,7 +68,8 @@ def open_run(root: Path, config: RunConfig, resume: bool = False) -> Iterator[Ru
                 )
             run = RunDirectory(root, _next_attempt(root))
             run.logs.mkdir(parents=True)
-            _replace_text(run.config_path, dump_toml(config))
+            if not run.config_path.exists():
+                run.record(config)
             _point_latest_at(root)
         except OSError as error:
             raise StorageError(f"cannot write the run directory '{root}': {error}") from error

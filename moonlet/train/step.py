@@ -26,7 +26,8 @@ from moonlet.parallel.ranks import Ranks
 
 @dataclass(frozen=True)
 class Parts:
-    """What a step works with. `dtype` is that of the products; weights and sums are float32."""
+    """What a step works with. `dtype` is that of the products and of what flows between layers; weights, gradients and
+    optimiser states are float32."""
 
     model: K3
     optimizers: Optimizers

@@ -117,3 +117,22 @@ def test_a_stage_that_mixes_an_unknown_source_is_refused():
     stage = {"name": "a", "seq_len": 64, "tokens": 64, "batch_tokens": 64, "mixture": {"books": 1.0}}
     with pytest.raises(ConfigError, match="'books'"):
         resolve_run(recipe(stages=[stage]))
+
+
+def test_none_switches_off_what_may_be_off_in_every_section():
+    run = resolve_run(apply_overrides(recipe(), ["optim.qk_clip_threshold=none"]))
+    assert run.optim.qk_clip_threshold is None
+    assert resolve_run(tomllib.loads(dump_toml(run))) == run
+
+
+def test_names_may_look_like_numbers():
+    run = resolve_run(apply_overrides(recipe(), ["name=2024", "stages.0.name=256"]))
+    assert (run.name, run.stages[0].name) == ("2024", "256")
+
+
+def test_two_stages_of_one_name_and_a_negative_seed_are_refused():
+    stage = recipe()["stages"][0]
+    with pytest.raises(ConfigError, match="two stages have the same name"):
+        resolve_run(recipe(stages=[stage, stage]))
+    with pytest.raises(ConfigError, match="seed"):
+        resolve_run(recipe(seed=-1))

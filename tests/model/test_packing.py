@@ -68,6 +68,17 @@ def test_packed_equals_alone():
     torch.testing.assert_close(packed, alone, atol=2e-5, rtol=1e-5)
 
 
+def test_routing_can_be_replayed_in_a_padded_batch():
+    model = tiny().eval()
+    ids, mask = rows(3)[:, :40].view(2, 20), torch.ones(2, 20, dtype=torch.long)
+    mask[0, :5] = 0
+    generator = torch.Generator().manual_seed(0)
+    forced = {layer: torch.rand(40, 16, generator=generator).topk(4).indices for layer in (1, 2, 3)}
+    padded = model(ids, attention_mask=mask, forced_routing=forced)
+    whole = {layer: indices.view(2, 20, 4)[0, 5:] for layer, indices in forced.items()}
+    torch.testing.assert_close(padded[0, 5:], model(ids[:1, 5:], forced_routing=whole)[0], atol=2e-5, rtol=1e-5)
+
+
 def test_two_boundary_contracts_at_once_are_refused():
     model = tiny()
     ids, mask = rows(0), torch.ones(1, sum(LENGTHS), dtype=torch.long)

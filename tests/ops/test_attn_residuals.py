@@ -69,3 +69,11 @@ def test_zero_query_is_the_mean_of_the_sources(num):
     explained = mix_plain(sources, torch.zeros(6, dtype=torch.float64), EPS)
     assert torch.equal(explained.weights, torch.full_like(explained.weights, 1 / num))
     torch.testing.assert_close(mix(sources, torch.zeros(6, dtype=torch.float64), EPS), torch.stack(sources).mean(0))
+
+
+def test_a_second_derivative_is_refused_and_not_wrong():
+    sources, query = _sources(2, 3, 8, 0)
+    query.requires_grad_()
+    (first,) = torch.autograd.grad(mix(sources, query, EPS).square().sum(), query, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        first.sum().backward()
