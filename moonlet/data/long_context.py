@@ -32,6 +32,7 @@ KINDS: tuple[Kind, ...] = get_args(Kind)
 _FACT_WINDOW = 0.7  # facts lie in this first part of the window, so that far questions find room after them
 _PLANTED_SHARE = 0.6  # of a document's tokens at most; the rest is text
 _ENTRIES_PER_LINE = 3  # on average
+_TOKENS_PER_QUESTION = 32  # a question for each so many tokens, or four for each fact where those are more
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,7 @@ def planted_document(
 ) -> PlantedDocument:
     """A document of exactly `seq_len` tokens: lines of `kind` in the first tokens of `filler_tokens`.
 
-    `num_facts` counts entries other than questions (for `single` it is one whatever is asked for). There are up to four
+    `num_facts` counts entries other than questions (for `single` it is one whatever is asked for). There are several
     questions for each fact, as far as `seq_len` has room.
 
     Raises:
@@ -99,7 +100,8 @@ def _script(
     names = [int(name) for name in rng.permutation(np.asarray(vocabulary.names))]
     if num_facts < 1 or num_facts > len(names):
         raise DataError(f"a planted document can have 1 to {len(names)} facts, not {num_facts}")
-    num_questions = max(1, min(max(8, 4 * num_facts), _entries_that_fit(vocabulary, seq_len) - num_facts))
+    wanted = max(4 * num_facts, seq_len // _TOKENS_PER_QUESTION)
+    num_questions = max(1, min(wanted, _entries_that_fit(vocabulary, seq_len) - num_facts))
     match kind:
         case "single":
             facts = _facts(rng, vocabulary, names[:1])

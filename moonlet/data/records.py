@@ -12,7 +12,7 @@ from typing import Any
 
 from moonlet.config.run import SourceConfig
 from moonlet.data.documents import Document, ReadReport, list_files, make_document
-from moonlet.errors import DataError, MissingDependencyError, nearest_name
+from moonlet.errors import DataError, MissingDependencyError, MoonletError, nearest_name
 
 
 def read_jsonl(source: SourceConfig, report: ReadReport) -> Iterator[Document]:
@@ -121,7 +121,12 @@ def read_huggingface(source: SourceConfig, report: ReadReport) -> Iterator[Docum
         rows = datasets.load_dataset(name, configuration or None, split=source.split, streaming=True)
     except Exception as error:  # the library raises many kinds
         raise DataError(f"source '{source.name}': cannot open dataset '{source.path}': {error}") from None
-    yield from _rows((_column(row, source) for row in rows), source.path, source, report)
+    try:
+        yield from _rows((_column(row, source) for row in rows), source.path, source, report)
+    except MoonletError:
+        raise
+    except Exception as error:  # the connection breaks, a shard is damaged
+        raise DataError(f"source '{source.name}': dataset '{source.path}' cannot be read on: {error}") from None
 
 
 def _column(row: Any, source: SourceConfig) -> Any:
