@@ -16,7 +16,7 @@ demo: $(VENV)/demo.stamp
 	$(BIN)/moonlet run recipes/laptop.toml --resume
 
 test: lint
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 lint: $(VENV)/dev.stamp
 	$(BIN)/ruff check .

@@ -1,4 +1,4 @@
-"""Documents, and the readers that stream them from where they lie."""
+"""Documents, and the readers of files that are text as they are: the standard library's source, files and folders."""
 
 from __future__ import annotations
 
@@ -63,40 +63,6 @@ def make_document(text: str, place: str, source: str) -> Document:
     return Document(f"{digest[:16]}:{place}", text, source)
 
 
-def read_source(
-    source: SourceConfig, report: ReadReport | None = None, max_document_bytes: int = MAX_DOCUMENT_BYTES
-) -> Iterator[Document]:
-    """Documents of one source, in the order of its files; what cannot be decoded is skipped and put into `report`.
-
-    Raises:
-        DataError: the path is missing, a record is malformed, or no document with any text is left.
-    """
-    from moonlet.data import records
-
-    report = report if report is not None else ReadReport()
-    match source.kind:
-        case "stdlib":
-            found = _read_stdlib(source, report, max_document_bytes)
-        case "text":
-            found = _read_text(source, report, max_document_bytes)
-        case "jsonl":
-            found = records.read_jsonl(source, report)
-        case "parquet":
-            found = records.read_parquet(source, report)
-        case "huggingface":
-            found = records.read_huggingface(source, report)
-        case "planted":
-            raise DataError(f"source '{source.name}' is planted: its documents are made while training, not read")
-    count = 0
-    for document in found:
-        if document.text:
-            count += 1
-            yield document
-    if not count:
-        skipped = f"; skipped {report.skipped[:5]}" if report.skipped else ""
-        raise DataError(f"source '{source.name}' has no document with text in it ({describe(source)}){skipped}")
-
-
 def describe(source: SourceConfig) -> str:
     return f"kind {source.kind}" + (f", path '{source.path}'" if source.path else "")
 
@@ -138,7 +104,7 @@ def _expand(pattern: str) -> tuple[Path, list[Path]]:
     return Path(*fixed), [Path(path) for path in glob.glob(pattern, recursive=True)]
 
 
-def _read_stdlib(source: SourceConfig, report: ReadReport, max_document_bytes: int) -> Iterator[Document]:
+def read_stdlib(source: SourceConfig, report: ReadReport, max_document_bytes: int) -> Iterator[Document]:
     """Source files of the Python standard library that runs this process."""
     root = Path(sysconfig.get_path("stdlib"))
     names = sorted(path.relative_to(root) for path in root.rglob("*.py") if _is_library(path.relative_to(root)))
@@ -152,7 +118,7 @@ def _is_library(name: Path) -> bool:
     return not is_generated and not _STDLIB_SKIPPED.intersection(name.parts)
 
 
-def _read_text(source: SourceConfig, report: ReadReport, max_document_bytes: int) -> Iterator[Document]:
+def read_text(source: SourceConfig, report: ReadReport, max_document_bytes: int) -> Iterator[Document]:
     for path, name in list_files(source):
         yield from _read_file(path, name, source.name, report, max_document_bytes)
 

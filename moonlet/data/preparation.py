@@ -11,8 +11,9 @@ from typing import Any
 
 from moonlet.config.run import DataConfig, RunConfig
 from moonlet.data.dedup import Deduplicator
-from moonlet.data.documents import Document, ReadReport, make_document, read_source
+from moonlet.data.documents import Document, ReadReport, make_document
 from moonlet.data.shards import TokenWriter, flush_to_disk
+from moonlet.data.sources import read_source
 from moonlet.data.split import cut_tail, split_hashes
 from moonlet.data.spool import SpooledDocument, TextSpool
 from moonlet.errors import DataError

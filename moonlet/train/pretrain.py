@@ -95,8 +95,6 @@ def pretrain_rank(ranks: Ranks, config: RunConfig, directory: RunDirectory, opti
         corpus = Corpus(directory.data)
         checkpoint = _checkpoint_to_resume(directory) if options.resume else None
         changed = check_belongs(checkpoint, config, corpus.tokenizer.hash) if checkpoint else []
-        if ranks.is_first:
-            directory.record(config)
         parts = build_parts(config, ranks)
         first_step = checkpoint.step if checkpoint else 0
         opens = ranks.is_first and options.open_sink is not None
@@ -112,6 +110,8 @@ def pretrain_rank(ranks: Ranks, config: RunConfig, directory: RunDirectory, opti
                 if changed:
                     message = f"{', '.join(changed)} changed since the checkpoint: the numbers will differ"
                     sink.event("warning", message=message)
+            if ranks.is_first:
+                directory.record(config)
             train_stages(run)
             sink.event("done", step=run.step, tokens=total_tokens(config), seconds=round(run.seconds, 1))
         finally:

@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moonlet.data.documents import ReadReport, read_source
+from moonlet.data.documents import ReadReport
+from moonlet.data.sources import read_source
 from moonlet.errors import DataError
 
 

@@ -10,7 +10,8 @@ import pyarrow
 import pytest
 from pyarrow import parquet
 
-from moonlet.data.documents import ReadReport, read_source
+from moonlet.data.documents import ReadReport
+from moonlet.data.sources import read_source
 from moonlet.errors import DataError, MissingDependencyError
 
 

@@ -16,7 +16,7 @@ import pytest
 import tiny_run
 import torch
 
-from moonlet.config import RunConfig
+from moonlet.config import RunConfig, load_recipe
 from moonlet.errors import CheckpointError, ConfigError, NonFiniteError
 from moonlet.train.checkpoint import Checkpoint, latest_complete, load_checkpoint
 from moonlet.train.pretrain import choose_dtype, pretrain
@@ -162,6 +162,7 @@ def test_another_grouping_needs_the_optimiser_reset(recipe: Any, new_run: Any):
     changed = recipe(stages=longer, optim={"groups": {"*o_proj.weight": "adamw"}})
     with pytest.raises(CheckpointError, match=r"o_proj\.weight'.*--reset-optimizer"):
         pretrain(changed, run, resume=True)
+    assert not run.config_path.exists() or load_recipe(run.config_path) != changed
     pretrain(changed, run, resume=True, reset_optimizer=True, open_sink=tiny_run.open_told)
     warning = next(line for line in tiny_run.told(run.root) if line.get("event") == "warning")
     assert "stages.0.tokens" in warning["message"] and "optim.groups" in warning["message"]

@@ -50,6 +50,8 @@ def test_a_run_is_not_overwritten(tmp_path: Path, recipe: Any):
     assert load_recipe_of(tmp_path / "a").seed == 0
     with open_run(tmp_path / "latest", recipe(seed=1), resume=True) as run:
         assert run.root == tmp_path / "a" and run.attempt == 2
+        assert load_recipe_of(run.root).seed == 0, "a recipe that may yet be refused must not replace the old one"
+        run.record(recipe(seed=1))
     assert load_recipe_of(tmp_path / "a").seed == 1
 
 
