@@ -72,7 +72,9 @@ def measure(config: RunConfig, directory: RunDirectory) -> dict[str, Any]:
 def summarise(results: dict[str, Any], root: Path, seconds: float) -> None:
     """What the model learned, in a few lines."""
     heldout, recall = results["heldout"], results.get("recall")
-    rivals = ", ".join(f"{name} {bits:.3f}" for name, bits in sorted(heldout["compressors"].items(), key=lambda x: x[1]))
+    rivals = ", ".join(
+        f"{name} {bits:.3f}" for name, bits in sorted(heldout["compressors"].items(), key=lambda x: x[1])
+    )
     typer.echo(f"\nheld-out bits per byte: {heldout['bits_per_byte']:.3f}   ({rivals})")
     for stage in heldout["by_stage"]:
         typer.echo(f"  after stage {stage['stage']}: {stage['bits_per_byte']:.3f}")

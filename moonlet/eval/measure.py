@@ -114,7 +114,13 @@ def measure_heldout(subject: Subject) -> dict[str, Any]:
             progress=phase,
         )
     rivals = compressors(b"".join(document.text.encode() for document in documents))
-    found = {"step": subject.step, **asdict(score), "documents": len(documents), "compressors": rivals, "by_stage": _by_stage(subject.run)}
+    found = {
+        "step": subject.step,
+        **asdict(score),
+        "documents": len(documents),
+        "compressors": rivals,
+        "by_stage": _by_stage(subject.run),
+    }
     return _save(subject.run, "heldout", found)
 
 

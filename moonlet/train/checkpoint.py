@@ -149,10 +149,14 @@ def load_checkpoint(path: Path, with_optimizer: bool = True) -> Checkpoint:
         CheckpointError: it is incomplete, or a file was changed since.
     """
     if problem := what_is_wrong(path):
-        raise CheckpointError(f"'{path}' is not a usable checkpoint: {problem}; delete or move that folder, and the one before it is taken")
+        raise CheckpointError(
+            f"'{path}' is not a usable checkpoint: {problem}; delete or move that folder, and the one before it is taken"
+        )
     for name, facts in json.loads((path / MARKER).read_text())["files"].items():
         if (with_optimizer or name != OPTIMIZER_FILE) and _crc32(path / name) != facts["crc32"]:
-            raise CheckpointError(f"'{path / name}' is damaged (its checksum is wrong); delete or move '{path}', and the one before it is taken")
+            raise CheckpointError(
+                f"'{path / name}' is damaged (its checksum is wrong); delete or move '{path}', and the one before it is taken"
+            )
     try:
         state = json.loads((path / STATE_FILE).read_text())
         if state.pop("format") != _FORMAT:
@@ -160,7 +164,9 @@ def load_checkpoint(path: Path, with_optimizer: bool = True) -> Checkpoint:
         optimizer = load_tensors(path / OPTIMIZER_FILE) if with_optimizer else {}
         return Checkpoint(load_tensors(path / MODEL_FILE), optimizer, state, (path / TOKENIZER_FILE).read_bytes())
     except (OSError, ValueError, KeyError, SafetensorError) as error:
-        raise CheckpointError(f"'{path}' cannot be read: {error}; delete or move that folder, and the one before it is taken") from error
+        raise CheckpointError(
+            f"'{path}' cannot be read: {error}; delete or move that folder, and the one before it is taken"
+        ) from error
 
 
 def load_tensors(path: Path) -> dict[str, Tensor]:
