@@ -81,7 +81,7 @@ def test_a_damaged_newest_checkpoint_is_passed_over(tmp_path: Path, name: str, d
         target.write_bytes(target.read_bytes()[:-3])
     assert what_is_wrong(newest) is not None
     assert assert_whole(latest_complete(tmp_path)) == 1
-    with pytest.raises(CheckpointError, match=r"not a usable checkpoint.*use an older one"):
+    with pytest.raises(CheckpointError, match=r"not a usable checkpoint.*delete or move that folder"):
         load_checkpoint(newest)
 
 
