@@ -32,9 +32,7 @@ KINDS: tuple[Kind, ...] = get_args(Kind)
 _FACT_WINDOW = 0.7  # facts lie in this first part of the window, so that far questions find room after them
 _PLANTED_SHARE = 0.6  # of a document's tokens at most; the rest is text
 _ENTRIES_PER_LINE = 3  # on average
-# Few facts are asked again and again, which teaches to copy. Many are asked little more than once, which teaches to
-# remember: each answer gives the fact away anew, so only the first question on a name looks back far.
-_MIN_QUESTIONS, _MORE_QUESTIONS = 8, 16
+_TOKENS_PER_QUESTION = 32  # a question for each so many tokens, or four for each fact where those are more
 
 
 @dataclass(frozen=True)
@@ -102,7 +100,7 @@ def _script(
     names = [int(name) for name in rng.permutation(np.asarray(vocabulary.names))]
     if num_facts < 1 or num_facts > len(names):
         raise DataError(f"a planted document can have 1 to {len(names)} facts, not {num_facts}")
-    wanted = max(_MIN_QUESTIONS, min(4 * num_facts, num_facts + _MORE_QUESTIONS))
+    wanted = max(4 * num_facts, seq_len // _TOKENS_PER_QUESTION)
     num_questions = max(1, min(wanted, _entries_that_fit(vocabulary, seq_len) - num_facts))
     match kind:
         case "single":
@@ -148,9 +146,9 @@ def _questions(rng: np.random.Generator, facts: list[Entry], num_questions: int)
     more = rng.choice(others, num_questions, p=eagerness / eagerness.sum())
     times = [*_slots(rng, num_questions, known[oldest], 1), 1.0]
     asked = []
-    for number, name in enumerate([*others, *(int(name) for name in more)][: num_questions - 1]):
+    for name in [*others, *(int(name) for name in more)][: num_questions - 1]:
         later = [time for time in times if time > known[name]]
-        nearness = 1 if number < len(others) else int(rng.integers(1, 4))
+        nearness = int(rng.integers(1, 4))  # a third of the questions at any distance, the others rather near
         asked.append(Entry(float(later[int(len(later) * rng.random() ** nearness)]), "?", name))
     return [*asked, Entry(1.0, "?", oldest)]
 

@@ -101,12 +101,10 @@ class PlantedRows:
         return Row(document.ids, (seq_len,), np.ones(seq_len, dtype=bool), (piece,), answers)
 
     def _num_facts(self, rng: np.random.Generator, seq_len: int) -> int:
-        """Log-uniform between one and `source.facts` for each 256 tokens of the row: a few to copy, more to choose from."""
-        windows = max(1, seq_len // _FACTS_PER_TOKENS)
-        least, most = (
-            facts_that_fit(self.tokenizer, seq_len, wanted) for wanted in (windows, self.source.facts * windows)
-        )
-        return int(np.exp(rng.uniform(np.log(least), np.log(most + 1))))
+        """Log-uniform up to the configured density: documents with few facts teach to copy, those with many to choose."""
+        wanted = max(1, round(self.source.facts * seq_len / _FACTS_PER_TOKENS))
+        most = facts_that_fit(self.tokenizer, seq_len, wanted)
+        return int(np.exp(rng.uniform(0, np.log(most + 1))))
 
     def state_dict(self) -> dict[str, Any]:
         return {"planted": self.count}

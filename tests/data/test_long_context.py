@@ -103,7 +103,7 @@ def test_evidence_is_scattered_over_the_window(tokenizer, filler):
         places += [fact.position for fact in document.facts]
         distances += [question.distance for question in document.questions]
     assert np.histogram(places, bins=5, range=(0, 740))[0].min() > 100
-    counts = np.histogram(distances, bins=[0, 32, 128, 512, 1024])[0]
+    counts = np.histogram(distances, bins=[0, 8, 32, 128, 512, 1024])[0]
     assert counts.min() > 40
 
 
@@ -116,19 +116,6 @@ def test_kinds_need_what_they_say(tokenizer, filler):
     assert evidence("several", 5) == [1] * 20
     assert set(evidence("chain", 6)) == {1, 2}
     assert max(evidence("count", 12)) > 1
-
-
-def test_far_answers_are_seldom_given_away(corpus, tokenizer):
-    """In a long window most questions are the first on their name, and many of those look back over half of it."""
-    filler = corpus.source("email").window(0, 4096)
-    first, far, total = 0, 0, 0
-    for seed in range(20):
-        document = planted_document(np.random.default_rng(seed), filler, tokenizer, 4096, "several", 20)
-        total += len(document.questions)
-        first += sum(question.is_first for question in document.questions)
-        far += sum(question.is_first and question.distance > 1024 for question in document.questions)
-    assert first > 0.5 * total
-    assert far > 0.25 * total
 
 
 def test_latest_value_counts(tokenizer, filler):
@@ -191,6 +178,5 @@ def test_rows_of_a_stage(corpus):
         row = rows.next_row(seq_len)
         assert row.ids.shape == (seq_len,)
         assert row.answers
-        assert len(row.answers) >= min(8, seq_len // 32)
         digits = PlantedVocabulary.of(corpus.tokenizer).digits
         assert all(row.ids[answer] in digits for answer in row.answers)
