@@ -8,7 +8,16 @@
     ├── NonFiniteError         a loss or a gradient is NaN or infinite
     ├── StorageError           the disk is full or a file cannot be written
     ├── KernelError            the kernels asked for cannot run here
-    └── MissingDependencyError an optional package is not installed
+    ├── MissingDependencyError an optional package is not installed
+    └── SandboxError           a sandbox cannot do what was asked
+        ├── SandboxNotFoundError     there is none of this name (any more)
+        ├── SandboxStateError        it is in a state in which this makes no sense
+        ├── SandboxDiedError         its machine is gone; `reason` says how
+        ├── SandboxTimeoutError      it did not answer in time
+        ├── SandboxLimitError        too many at once; `retry_after_s` says when to try again
+        ├── BackendUnavailableError  this machine cannot run that kind of sandbox
+        ├── TemplateError            a template is unknown, broken or cannot be built
+        └── GuestFileError           a file operation failed in the guest; `code` is the errno's name
 
 Each message says what happened, where, and what to do about it; the command line prints it without a traceback.
 """
@@ -56,6 +65,54 @@ class MissingDependencyError(MoonletError):
 
     def __init__(self, package: str, extra: str, purpose: str) -> None:
         super().__init__(f"{purpose} needs the package '{package}': pip install 'moonlet[{extra}]'")
+
+
+class SandboxError(MoonletError):
+    """A sandbox cannot do what was asked."""
+
+
+class SandboxNotFoundError(SandboxError):
+    """There is no sandbox, snapshot or command of this name."""
+
+
+class SandboxStateError(SandboxError):
+    """The sandbox is in a state in which this makes no sense."""
+
+
+class SandboxDiedError(SandboxError):
+    """The machine of the sandbox is gone."""
+
+    def __init__(self, message: str, reason: str = "crash") -> None:
+        super().__init__(message)
+        self.reason = reason
+
+
+class SandboxTimeoutError(SandboxError):
+    """The machine or its agent did not answer in time."""
+
+
+class SandboxLimitError(SandboxError):
+    """Too many sandboxes at once."""
+
+    def __init__(self, message: str, retry_after_s: float) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class BackendUnavailableError(SandboxError):
+    """This machine cannot run that kind of sandbox."""
+
+
+class TemplateError(SandboxError):
+    """A template is unknown, broken or cannot be built."""
+
+
+class GuestFileError(SandboxError):
+    """A file operation failed in the guest."""
+
+    def __init__(self, message: str, code: str) -> None:
+        super().__init__(message)
+        self.code = code
 
 
 def nearest_name(name: str, known: Iterable[str]) -> str:
