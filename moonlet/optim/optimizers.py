@@ -19,7 +19,7 @@ from moonlet.optim.per_head_muon import PerHeadMuon, WorkShare
 from moonlet.optim.sharded import gathered, local_part, own_part
 
 _ADAM_STATE = ("exp_avg", "exp_avg_sq", "step")
-_ADVICE = "train with the optimiser's old groups, or pass --reset-optimizer to start its state afresh"
+_ADVICE = "train with the old groups, or with a fresh state: `moonlet train RECIPE --resume --reset-optimizer`"
 
 
 class Optimizers:
