@@ -17,6 +17,7 @@
         ├── SandboxLimitError        too many at once; `retry_after_s` says when to try again
         ├── BackendUnavailableError  this machine cannot run that kind of sandbox
         ├── TemplateError            a template is unknown, broken or cannot be built
+        ├── SnapshotError            a stored snapshot is damaged, or a folder cannot be kept as one
         └── GuestFileError           a file operation failed in the guest; `code` is the errno's name
 
 Each message says what happened, where, and what to do about it; the command line prints it without a traceback.
@@ -105,6 +106,10 @@ class BackendUnavailableError(SandboxError):
 
 class TemplateError(SandboxError):
     """A template is unknown, broken or cannot be built."""
+
+
+class SnapshotError(SandboxError):
+    """A stored snapshot is damaged, or a folder holds what a snapshot cannot keep."""
 
 
 class GuestFileError(SandboxError):
