@@ -70,7 +70,8 @@ class Conversation:
     """A text that a person and a model write in turns. Answers go to `out`, everything else to stderr."""
 
     def __init__(self, model: K3, tokenizer: Tokenizer, sampling: Sampling, max_tokens: int, out: TextIO) -> None:
-        from moonlet.eval.samples import END, Utf8Stream, sampled_never
+        from moonlet.eval.samples import END, sampled_never
+        from moonlet.text.utf8 import Utf8Stream
 
         self.model, self.tokenizer, self.sampling, self.max_tokens = model, tokenizer, sampling, max_tokens
         self.out = out

@@ -7,7 +7,6 @@ calls. Control tokens are never sampled, except [EOS], which ends a text.
 from __future__ import annotations
 
 import ast
-import codecs
 import hashlib
 import re
 import warnings
@@ -138,23 +137,6 @@ def uniform(seed: int, position: int) -> float:
     """The random number in [0, 1) of a position in the text that `seed` names (53 bits of a hash of both)."""
     digest = hashlib.blake2b(f"{seed}:{position}".encode(), digest_size=8).digest()
     return (int.from_bytes(digest, "little") >> 11) / 2**53
-
-
-class Utf8Stream:
-    """Tokens in, text out, as soon as whole characters are there: a character split over tokens is held back."""
-
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
-        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-
-    def push(self, token: int) -> str:
-        return self._decoder.decode(self._tokenizer.decode_bytes([token]))
-
-    def flush(self) -> str:
-        """What is held back, as U+FFFD; the stream starts again."""
-        rest = self._decoder.decode(b"", final=True)
-        self._decoder.reset()
-        return rest
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,6 @@ from moonlet.errors import NonFiniteError
 from moonlet.eval.samples import (
     Continuation,
     Sampling,
-    Utf8Stream,
     choose_token,
     control_ids,
     draw_sample,
@@ -21,6 +20,7 @@ from moonlet.eval.samples import (
 )
 from moonlet.model.state import KDAState, MLAState
 from moonlet.text.tokenizer import SPECIAL_TOKENS
+from moonlet.text.utf8 import Utf8Stream
 
 WARM = Sampling(temperature=1.0, seed=3)
 
