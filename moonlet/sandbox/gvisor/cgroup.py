@@ -1,0 +1,56 @@
+"""Control groups that runsc makes for a container: found by path, asked for kills by the memory limit, removed.
+
+Works on the first and the second version of cgroups and on a mixture: a container has one directory per hierarchy.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from pathlib import Path
+
+_ROOT = Path("/sys/fs/cgroup")
+
+
+def cgroups_path(label: str, container: str) -> str:
+    """Path of a container below the root of every hierarchy, as `linux.cgroupsPath` takes it."""
+    return f"/moonlet/{label}/{container}"
+
+
+def find_cgroups(label: str, container: str | None = None) -> list[Path]:
+    """Directories of one container or of all of a label."""
+    pattern = container or "*"
+    return [*_ROOT.glob(f"moonlet/{label}/{pattern}/"), *_ROOT.glob(f"*/moonlet/{label}/{pattern}/")]
+
+
+def count_oom_kills(label: str, container: str) -> int:
+    """How many processes of the container the kernel killed because of its memory limit."""
+    kills = 0
+    for folder in find_cgroups(label, container):
+        for name in ("memory.oom_control", "memory.events"):
+            with contextlib.suppress(OSError):
+                counts = re.findall(r"^oom_kill (\d+)$", (folder / name).read_text(), re.MULTILINE)
+                kills += sum(map(int, counts))
+    return kills
+
+
+def memory_bytes(label: str, container: str) -> int | None:
+    """What the container uses, its Sentry and page cache included; None if it has no group of its own."""
+    for folder in find_cgroups(label, container):
+        for name in ("memory.usage_in_bytes", "memory.current"):
+            with contextlib.suppress(OSError):
+                return int((folder / name).read_text())
+    return None
+
+
+def remove_cgroups(label: str, container: str | None = None) -> list[str]:
+    """Remove the empty groups of a container (of all of a label); returns their paths. A busy one stays."""
+    removed = []
+    for folder in find_cgroups(label, container):
+        with contextlib.suppress(OSError):
+            folder.rmdir()
+            removed.append(str(folder))
+        with contextlib.suppress(OSError):
+            folder.parent.rmdir()  # the label's, once its last container is gone
+            folder.parent.parent.rmdir()
+    return removed
