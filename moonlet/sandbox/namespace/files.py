@@ -1,0 +1,143 @@
+"""The files of a machine on the host: the bare root of the template `host`, copies, sizes.
+
+    live/upper   the guest's root, or what the overlay holds of it        live/work   the overlay's own
+
+A guest decides what lies in `upper`. Programs that never follow links do the copying; as an ordinary user they run in a
+user namespace of their own, where what a guest has locked away (mode 000) can still be read.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import stat
+import subprocess
+import uuid
+from pathlib import Path
+
+from moonlet.errors import SandboxError, StorageError
+from moonlet.sandbox.api import GUEST_HOME
+from moonlet.sandbox.hostview import host_dirs
+
+_OWN = "var/lib/moonlet"  # files of `/etc` that differ from machine to machine
+OWN_FILES = ("hostname", "hosts", "machine-id")
+_BARE_DIRS = ("etc", "proc", "dev", "root", "home", "opt", "mnt", "srv", "var/log", "var/cache", _OWN)
+_SHARED_DIRS = ("tmp", "var/tmp", "run")
+_MOUNT_POINTS = ("proc", "dev", "etc", "usr", GUEST_HOME[1:])
+_DISK_ERRORS = ("No space left on device", "Disk quota exceeded", "Input/output error", "Read-only file system")
+
+
+def make_bare_root(upper: Path, hostname: str) -> None:
+    """The guest's root for the template `host`."""
+    for name in (*_BARE_DIRS, *_SHARED_DIRS, GUEST_HOME[1:]):
+        (upper / name).mkdir(parents=True)
+    for name in _SHARED_DIRS:
+        (upper / name).chmod(0o1777)
+    for top in host_dirs():
+        if top.link_target:
+            (upper / top.path[1:]).symlink_to(top.link_target)
+        else:
+            (upper / top.path[1:]).mkdir()
+    own = upper / _OWN
+    (own / "hostname").write_text(f"{hostname}\n")
+    (own / "hosts").write_text(f"127.0.0.1 localhost {hostname}\n::1 localhost ip6-localhost ip6-loopback\n")
+    (own / "machine-id").write_text(f"{uuid.uuid4().hex}\n")
+
+
+def make_overlay_root(upper: Path, lower: Path) -> None:
+    """What the overlay of a template holds at first."""
+    upper.chmod(0o755)
+    (upper / GUEST_HOME[1:]).mkdir()
+    for name in _SHARED_DIRS:
+        if not _is_folder(lower / name) and _is_folder((lower / name).parent):
+            (upper / name).mkdir(parents=True)
+            (upper / name).chmod(0o1777)
+    pin_mount_points(upper, lower)
+
+
+def link_own_files(etc: Path) -> None:
+    """Make those files of a shared `/etc` that differ between machines links into the machine's own root."""
+    for name in OWN_FILES:
+        (etc / name).unlink(missing_ok=True)
+        (etc / name).symlink_to(f"/{_OWN}/{name}")
+
+
+def pin_mount_points(upper: Path, lower: Path | None) -> None:
+    """Make sure that what is mounted over is a folder, not a link that a guest or a template laid there.
+
+    Only for a machine that does not run: nothing else changes `upper` meanwhile.
+    """
+    for name in (*_MOUNT_POINTS, *(top.path[1:] for top in host_dirs() if lower is None and not top.link_target)):
+        path = upper / name
+        if _is_folder(path):
+            continue
+        if os.path.lexists(path):
+            path.unlink()
+        elif lower is not None and _is_folder(lower / name):
+            continue
+        elif lower is not None and name in ("etc", "usr"):
+            continue  # a template without them needs none
+        path.mkdir()
+        path.chmod(0o755)
+
+
+def _is_folder(path: Path) -> bool:
+    try:
+        return stat.S_ISDIR(os.lstat(path).st_mode)
+    except FileNotFoundError:
+        return False
+
+
+def _as_owner(command: list[str]) -> list[str]:
+    return command if os.geteuid() == 0 else ["unshare", "--user", "--map-root-user", "--", *command]
+
+
+async def copy_tree(source: Path, target: Path, *, link: bool) -> None:
+    """Copy all below `source` into the folder `target`: owners, modes, attributes, links, holes; shared blocks if possible.
+
+    With `link`, files become further names of the same ones. Raises StorageError for a full or broken disk.
+    """
+    how = ["--link"] if link else ["--reflink=auto", "--sparse=auto"]
+    await _run(["cp", "--archive", *how, "--", f"{source}/.", str(target)], f"cannot copy {source}")
+
+
+async def give_to(user: int, folder: Path) -> None:
+    """Make `user` and the group of that number the owner of all of it."""
+    await _run(
+        ["chown", "--recursive", "--no-dereference", f"{user}:{user}", "--", str(folder)], f"cannot own {folder}"
+    )
+
+
+async def remove_tree(folder: Path) -> None:
+    """However deep it is, and whatever modes it has."""
+    await _run(["rm", "--recursive", "--force", "--one-file-system", "--", str(folder)], f"cannot remove {folder}")
+
+
+async def _run(command: list[str], what: str) -> None:
+    process = await asyncio.create_subprocess_exec(
+        *_as_owner(command),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+        env={"LC_ALL": "C", "PATH": os.environ.get("PATH", os.defpath)},
+    )
+    try:
+        _, complaints = await process.communicate()
+    except asyncio.CancelledError:
+        process.kill()
+        await process.wait()
+        raise
+    if process.returncode:
+        text = complaints.decode(errors="replace").strip()
+        if any(phrase in text for phrase in _DISK_ERRORS):
+            raise StorageError(f"{what}: {text.splitlines()[0]}; free some space and try again")
+        raise SandboxError(f"{what}: {text[-500:]}")
+
+
+def disk_bytes(folder: Path) -> int:
+    """Bytes that all below takes on the disk, 0 if it is gone. Blocks for the walk; what vanishes meanwhile is skipped."""
+    command = _as_owner(["du", "--summarize", "--block-size=1", "--one-file-system", "--", str(folder)])
+    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True)
+    first = done.stdout.split("\t", 1)[0]
+    return int(first) if first.isdigit() else 0

@@ -1,0 +1,51 @@
+"""The `/etc` that all machines of the template `host` share, read-only, made once for each state of the host."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import tempfile
+from functools import cache
+from pathlib import Path
+
+from moonlet.sandbox.hostview import write_minimal_etc
+from moonlet.sandbox.namespace.files import link_own_files
+
+
+@cache
+def shared_etc() -> Path:
+    """Its folder, named by its content: machines that run keep theirs when the host's files change. Raises OSError."""
+    root = _folder()
+    unfinished = Path(tempfile.mkdtemp(prefix=".etc-", dir=root))
+    try:
+        write_minimal_etc(unfinished / "etc")
+        link_own_files(unfinished / "etc")
+        (unfinished / "etc").chmod(0o755)
+        final = root / f"etc-{_digest(unfinished / 'etc')}"
+        if not final.exists():
+            try:
+                os.rename(unfinished / "etc", final)
+            except OSError:
+                if not final.exists():  # another process was quicker
+                    raise
+        return final
+    finally:
+        shutil.rmtree(unfinished)
+
+
+def _folder() -> Path:
+    root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "moonlet" / "sandbox"
+    root.mkdir(parents=True, exist_ok=True)
+    return root
+
+
+def _digest(folder: Path) -> str:
+    digest = hashlib.sha256()
+    for path in sorted(folder.rglob("*")):
+        digest.update(str(path.relative_to(folder)).encode() + b"\0")
+        if path.is_symlink():
+            digest.update(os.readlink(path).encode())
+        elif path.is_file():
+            digest.update(path.read_bytes())
+    return digest.hexdigest()[:16]
