@@ -1,0 +1,2 @@
+#include "agent.h"
+const char *init_machine(void){return "/dev/null";}
