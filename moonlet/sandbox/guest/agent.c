@@ -137,12 +137,17 @@ static void parse_options(int argc, char **argv) {
     }
 }
 
+/* A closed one of these would be given to a pipe of a command. */
+void hold_standard_fds(void) {
+    int fd = 0;
+    while (fd >= 0 && fd < 3) fd = open("/dev/null", O_RDWR);
+    if (fd > 2) close(fd);
+}
+
 static void prepare_process(void) {
     struct rlimit files;
     sigset_t blocked;
-    for (int fd = 0; fd < 3;) /* a closed one of these would be given to a pipe of a command */
-        if ((fd = open("/dev/null", O_RDWR)) > 2) close(fd);
-        else if (fd < 0) break;
+    hold_standard_fds();
     sigemptyset(&blocked);
     sigaddset(&blocked, SIGCHLD);
     sigaddset(&blocked, SIGTERM);

@@ -39,6 +39,7 @@ void want(int fd, short events, handler ready, void *owner); /* for the coming r
 void due(int64_t at_ms);                                     /* wake the loop no later than this */
 int64_t now_ms(void);
 void stop_agent(void);
+void hold_standard_fds(void);
 
 /* -- frames (stream.c) -- */
 void stream_open(void);
