@@ -251,6 +251,15 @@ static void close_others(int keep) {
     if (!syscall(SYS_close_range, 3, keep - 1, 0) || keep == 3)
         if (!syscall(SYS_close_range, keep + 1, ~0U, 0)) return;
 #endif
+    DIR *open_files = opendir("/proc/self/fd"); /* an old gVisor: 65536 calls of close take a second there */
+    if (open_files) {
+        for (struct dirent *entry; (entry = readdir(open_files));) {
+            int fd = atoi(entry->d_name);
+            if (fd > 2 && fd != keep && fd != dirfd(open_files)) close(fd);
+        }
+        closedir(open_files);
+        return;
+    }
     for (int i = 3; i < 65536; i++)
         if (i != keep) close(i);
 }

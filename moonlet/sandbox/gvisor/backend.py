@@ -65,7 +65,9 @@ class GvisorBackend(Backend):
                 f"the image was saved by gVisor {facts['version']} ({facts['platform']}), this machine has {mine[0]} "
                 f"({mine[1]}), which cannot read it: install that version again, or make a new sandbox"
             )
-        files = {file.name: file for file in (image / GUEST).iterdir()}  # the agent that runs in the image, not a newer one
+        files = {
+            file.name: file for file in (image / GUEST).iterdir()
+        }  # the agent that runs in the image, not a newer one
         machine = GvisorMachine(found.runsc, spec, folder, Life(preload=facts["preload"]))
         await asyncio.to_thread(write_bundle, Bundle(folder), spec, files)
         await machine.begin(image / CHECKPOINT)

@@ -96,12 +96,12 @@ async def _use(machine: GvisorMachine, folder: Path) -> tuple[bool, tuple[str, .
     await machine.begin(None)
     stream = await GuestStream.open(machine.endpoint(), timeout_s=30)
     listed = await Guest(stream).exec(["ls", "-d", "/"], timeout_s=30)
-    await stream.close()
+    stream.close()
     image = folder / "image"
     image.mkdir()
     await machine.save(image, is_final=True)
     await machine.thaw()
-    await (await GuestStream.open(machine.endpoint(), timeout_s=30)).close()
+    (await GuestStream.open(machine.endpoint(), timeout_s=30)).close()
     if listed.exit_code == 0:
         return False, ()
     try:
