@@ -1,0 +1,152 @@
+"""What E2B's daemon in the sandbox answers: `/files`, `/health`, `/metrics`, `/envs`; its calls are in their own modules."""
+
+from __future__ import annotations
+
+import os
+import posixpath
+import time
+from collections.abc import AsyncIterator
+from urllib.parse import parse_qsl
+
+from fastapi import APIRouter, Request, Response
+from fastapi.responses import JSONResponse, StreamingResponse
+
+from moonlet.errors import GuestFileError, SandboxDiedError, SandboxTimeoutError
+from moonlet.sandbox.envelope import parse_message
+from moonlet.sandbox.guest.client import Guest
+from moonlet.sandbox.server.connect import ConnectError, read_body
+from moonlet.sandbox.server.filesystem import guest_path
+from moonlet.sandbox.server.service import service_of
+from moonlet.sandbox.server.traffic import guest_of, note, sandbox_id_of
+from moonlet.sandbox.server.uploads import PIECE_BYTES, MultipartBody, read_stream
+
+router = APIRouter()
+
+
+def query_of(request: Request) -> dict[str, str]:
+    """The query with names of files that need not be UTF-8."""
+    text = request.scope["query_string"].decode("latin-1")
+    return dict(parse_qsl(text, keep_blank_values=True, errors="surrogateescape"))
+
+
+@router.get("/health", response_model=None)
+async def health(request: Request) -> Response:
+    return Response(status_code=204)
+
+
+@router.get("/metrics", response_model=None)
+async def metrics(request: Request) -> Response:
+    manager, sandbox_id = service_of(request).manager, sandbox_id_of(request)
+    info, usage = await manager.info(sandbox_id), await manager.usage(sandbox_id)
+    return JSONResponse(
+        {
+            "ts": int(time.time()),
+            "cpu_count": max(1, round(info.limits.cpus)),
+            "cpu_used_pct": 0.0,
+            "mem_total": info.limits.memory_bytes,
+            "mem_used": usage.memory_bytes,
+            "disk_total": info.limits.disk_bytes,
+            "disk_used": usage.disk_bytes,
+        }
+    )
+
+
+@router.get("/envs", response_model=None)
+async def envs(request: Request) -> Response:
+    """The variables that every command of this sandbox is given."""
+    return JSONResponse(service_of(request).manager.env(sandbox_id_of(request)))
+
+
+@router.post("/init", response_model=None)
+async def init(request: Request) -> Response:
+    """E2B's orchestrator sets up a machine with this; ours are set up when they run."""
+    body = await read_body(request, service_of(request).config.bounds.json_bytes)
+    if body and parse_message(body).get("envVars"):
+        raise ConnectError("unimplemented", "set variables when the sandbox is created, or per command")
+    return Response(status_code=204)
+
+
+# -- files ------------------------------------------------------------------------------------------------------------
+@router.get("/files", response_model=None)
+async def download(request: Request) -> Response:
+    """A file of any size, read piece by piece as the client takes them."""
+    path = guest_path(query_of(request).get("path"))
+    first, size = await _read_piece(request, path, 0)
+    name = posixpath.basename(path).encode("ascii", "replace").decode().replace('"', "?")
+    headers = {"Content-Disposition": f'inline; filename="{name}"'}
+    if len(first) >= size and len(first) < PIECE_BYTES:
+        return Response(first, media_type="application/octet-stream", headers=headers)
+    if size >= len(first):  # a file of /proc has size 0 and yet content: its end is found by reading
+        headers["Content-Length"] = str(size)
+    return StreamingResponse(_pieces(request, path, first, size), 200, headers, "application/octet-stream")
+
+
+async def _read_piece(request: Request, path: str, offset: int) -> tuple[bytes, int]:
+    """The piece at `offset`, and the size of the file. The call for it waits while the sandbox is paused."""
+    manager, sandbox_id = service_of(request).manager, sandbox_id_of(request)
+    while True:
+        guest: Guest = await manager.running(sandbox_id)
+        try:
+            reply = await guest.stream.call("read", path=path, offset=offset, length=PIECE_BYTES, timeout_s=60.0)
+            return reply.body, reply.number("size")
+        except (SandboxDiedError, SandboxTimeoutError):
+            await manager.check_cut(sandbox_id, guest)
+
+
+async def _pieces(request: Request, path: str, first: bytes, size: int) -> AsyncIterator[bytes]:
+    """The guest is asked for the next piece only when the last one is on its way, so a slow reader fills no memory."""
+    is_sized, offset, piece = size >= len(first), 0, first
+    while piece:
+        if is_sized:
+            piece = piece[: size - offset]  # without what the file grew by since
+        offset += len(piece)
+        yield piece
+        if is_sized and offset >= size:
+            return
+        piece, _ = await _read_piece(request, path, offset)
+    if is_sized and offset < size:
+        raise GuestFileError(f"{path} shrank while it was read", "EIO")
+
+
+@router.post("/files", response_model=None)
+async def upload(request: Request) -> Response:
+    """One file as an octet stream, or several as multipart; each is whole or not there."""
+    query = query_of(request)
+    is_multipart = request.headers.get("content-type", "").lower().startswith("multipart/")
+    mode = _mode(query.get("mode"))
+    if is_multipart:
+        entries = await _upload_parts(request, query.get("path"), mode)
+    else:
+        entries = [await _upload_one(request, guest_path(query.get("path")), read_stream(request), mode)]
+    return JSONResponse(entries)
+
+
+async def _upload_parts(request: Request, path: str | None, mode: int | None) -> list[dict[str, str]]:
+    entries: list[dict[str, str]] = []
+    async for part in MultipartBody(request, service_of(request).config.bounds.upload_parts).parts():
+        if part.name != "file":
+            continue
+        if path is not None and entries:
+            raise ConnectError("invalid_argument", "several files came for one path; leave out the path")
+        entries.append(await _upload_one(request, guest_path(path or part.filename), part.data(), mode))
+    if not entries:
+        raise ConnectError("invalid_argument", "the upload holds no field named 'file'")
+    return entries
+
+
+def _mode(text: str | None) -> int | None:
+    """Permissions in octal, which clients of ours send with a file."""
+    if text is None:
+        return None
+    if not (1 <= len(text) <= 4 and set(text) <= set("01234567")):
+        raise ConnectError("invalid_argument", "mode must be octal, such as 644")
+    return int(text, 8)
+
+
+async def _upload_one(request: Request, path: str, data: AsyncIterator[bytes], mode: int | None) -> dict[str, str]:
+    async with guest_of(request) as guest:
+        await guest.upload(data, path, mode=mode)
+        path = (await guest.stat(path)).path
+    note(request, "upload", path=path)
+    shown = os.fsencode(path).decode(errors="replace")
+    return {"path": shown, "name": posixpath.basename(shown), "type": "file"}
