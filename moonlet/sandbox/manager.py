@@ -19,6 +19,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from moonlet.errors import (
@@ -75,7 +76,10 @@ class Manager:
     ) -> None:
         self.config = config
         self._core = Core(
-            config, _backends() if backends is None else backends, templates or _templates(config), _repository(config)
+            config,
+            _backends() if backends is None else backends,
+            templates or template_store(config.state_dir / "templates", config.template_cache_bytes),
+            _repository(config),
         )
         self._creates: dict[str, tuple[str, asyncio.Task[SandboxInfo]]] = {}
         self._forks: set[asyncio.Task[Any]] = set()
@@ -497,12 +501,13 @@ def _backends() -> Mapping[str, Backend]:
     return all_backends()
 
 
-def _templates(config: ServiceConfig) -> Templates:
+def template_store(folder: Path, cache_bytes: int) -> Templates:
+    """The templates that are kept in `folder`."""
     try:
         from moonlet.sandbox.template.store import TemplateStore
     except ModuleNotFoundError:
         return HostTemplate()
-    return TemplateStore(config.state_dir / "templates", config.template_cache_bytes)
+    return TemplateStore(folder, cache_bytes)
 
 
 def _repository(config: ServiceConfig) -> Any:

@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import hashlib
 import json
 import os
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 from moonlet.errors import SandboxStateError, StorageError
-
-_FILE = "service.json"
 
 
 @dataclass(frozen=True)
@@ -47,16 +46,6 @@ class Owner:
         return Owner.of(self.pid) == self
 
 
-@dataclass(frozen=True)
-class Service:
-    """A service that runs. `api_key` is what its own user needs to be let in."""
-
-    url: str
-    pid: int
-    start: int
-    api_key: str = ""
-
-
 @contextlib.contextmanager
 def locked_state_dir(folder: Path) -> Iterator[None]:
     """Make the directory if need be and hold its lock. Raises SandboxStateError if another process has it."""
@@ -82,25 +71,23 @@ def locked_state_dir(folder: Path) -> Iterator[None]:
         os.close(handle)
 
 
-def announce_service(folder: Path, url: str, api_key: str = "") -> None:
-    """Say where this process serves the directory, so that `Sandbox.create()` and the command line find it."""
-    me = Owner.me()
-    unfinished = folder / f"{_FILE}.tmp"
-    unfinished.unlink(missing_ok=True)
-    handle = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-    with os.fdopen(handle, "w") as file:
-        json.dump(asdict(Service(url, me.pid, me.start, api_key)), file)
-    os.rename(unfinished, folder / _FILE)
-
-
-def withdraw_service(folder: Path) -> None:
-    (folder / _FILE).unlink(missing_ok=True)
-
-
-def find_service(folder: Path) -> Service | None:
-    """The service of this directory, if it is alive."""
+def find_service(folder: Path) -> str | None:
+    """The URL of the service that serves this directory now, if there is one: a dead one has let go of the lock."""
     try:
-        service = Service(**json.loads((folder / _FILE).read_text()))
-    except (OSError, ValueError, TypeError):
+        with open(folder / "service.lock", "rb") as lock:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
         return None
-    return service if Owner(service.pid, service.start).is_alive else None
+    except BlockingIOError:
+        pass
+    except OSError:
+        return None
+    try:
+        url = json.loads((folder / "service.json").read_text())["url"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return url if isinstance(url, str) else None
+
+
+def label_of(folder: Path) -> str:
+    """The mark of everything that belongs to this state directory."""
+    return "moonlet-" + hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:16]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hashlib
 import logging
 import secrets
 import time
@@ -24,11 +23,13 @@ from moonlet.errors import (
     nearest_name,
 )
 from moonlet.sandbox.backend import Backend, Probe, Template
+from moonlet.sandbox.choose import effective_strength
 from moonlet.sandbox.generations import settled
 from moonlet.sandbox.lifecycle.box import Box
 from moonlet.sandbox.readers_writer import ReadersWriter
 from moonlet.sandbox.records import Records, SandboxRow, SnapshotInfo
 from moonlet.sandbox.settings import ServiceConfig
+from moonlet.sandbox.state_dir import label_of
 
 _ALPHABET = "abcdefghijklmnopqrstuvwxyz234567"
 _Result = TypeVar("_Result")
@@ -72,11 +73,12 @@ class Core:
         self.snapshots: dict[str, SnapshotInfo] = {}
         self.busy: Counter[str] = Counter()  # ids of snapshots that are being written or used
         self.num_reaped = 0
+        self._chosen: set[str] = set()
         self.records: Records
         self.gate = ReadersWriter()  # starts of machines are readers, sweeps are writers
         self.starting = asyncio.Semaphore(config.max_starting)
         self.timers_changed = asyncio.Event()
-        self.label = "moonlet-" + hashlib.sha256(str(config.state_dir.resolve()).encode()).hexdigest()[:16]
+        self.label = label_of(config.state_dir)
         self._writer = ThreadPoolExecutor(1, "moonlet-records")  # one thread: writes happen in the order of the calls
         self._tasks: set[asyncio.Task[Any]] = set()
 
@@ -177,18 +179,26 @@ class Core:
             name = self.config.backend
         if name != "auto":
             return await self.usable_backend(name)
-        reasons = []
+        reasons: list[str] = []
+        best: tuple[int, Backend, Probe] | None = None
         for backend in sorted(self.backends.values(), key=lambda backend: -backend.strength):
-            if backend.strength <= 0:  # only by name
+            if backend.strength <= (best[0] if best else 0):  # cannot win, or only by name
                 continue
             probe = await backend.probe()
-            if probe.caps is not None:
-                log.info(
-                    "backend %s is the strongest that works here (%s)", backend.name, "; ".join(reasons) or "the first"
-                )
-                return backend, probe
-            reasons.append(f"{backend.name}: {probe.reason}")
-        raise BackendUnavailableError("no kind of sandbox works on this machine: " + "; ".join(reasons))
+            strength = effective_strength(backend, probe)
+            if strength > (best[0] if best else 0):
+                best = strength, backend, probe
+            elif probe.caps is None:
+                reasons.append(f"{backend.name}: {probe.reason}")
+        if best is None:
+            raise BackendUnavailableError("no kind of sandbox works on this machine: " + "; ".join(reasons))
+        if best[1].name not in self._chosen:
+            self._chosen.add(best[1].name)
+            why = f"; not {'; not '.join(reasons)}" if reasons else ""
+            log.info(
+                "sandboxes are made by %s (%s), the strongest that works here%s", best[1].name, best[2].version, why
+            )
+        return best[1], best[2]
 
     async def usable_backend(self, name: str) -> tuple[Backend, Probe]:
         backend = self.backends.get(name)
