@@ -13,7 +13,7 @@
 from __future__ import annotations
 
 import asyncio
-import importlib
+import importlib.util
 import logging
 
 from moonlet.errors import BackendUnavailableError, ConfigError, nearest_name
@@ -35,7 +35,7 @@ _logged: set[str] = set()
 
 def all_backends() -> dict[str, Backend]:
     """One of each kind that makes machines on this host, by name; none of them was tried yet."""
-    return {name: make_backend(name) for name in _CLASSES}
+    return {name: make_backend(name) for name, (module, _) in _CLASSES.items() if importlib.util.find_spec(module)}
 
 
 def make_backend(name: str) -> Backend:

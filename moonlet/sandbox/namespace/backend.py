@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import re
 import tempfile
 from pathlib import Path
 from typing import ClassVar
 
-from moonlet.errors import BackendUnavailableError, SandboxError, SandboxStateError
-from moonlet.sandbox.api import Caps, Limits
+from moonlet.errors import BackendUnavailableError, SandboxDiedError, SandboxError
+from moonlet.sandbox.api import Caps, FailReason, Limits
 from moonlet.sandbox.backend import Backend, Machine, MachineSpec, Probe, Progress, Template
 from moonlet.sandbox.generations import in_thread
 from moonlet.sandbox.guest.build import guest_binary
 from moonlet.sandbox.namespace import files, host_etc, linux
 from moonlet.sandbox.namespace.bwrap import Bubblewrap, find_bubblewrap
 from moonlet.sandbox.namespace.cgroup import Cgroup, hierarchies
-from moonlet.sandbox.namespace.launch import Identity, Plan, in_own_thread, start
-from moonlet.sandbox.namespace.machine import IMAGE_FORMAT, NamespaceMachine
+from moonlet.sandbox.namespace.image import IMAGE_FORMAT, check_image, describe_image
+from moonlet.sandbox.namespace.launch import Identity, Plan, Started, in_own_thread, start
+from moonlet.sandbox.namespace.machine import NamespaceMachine
 from moonlet.sandbox.namespace.stage import machine_user
 from moonlet.sandbox.namespace.sweep import sweep
 
@@ -56,8 +56,11 @@ class NamespaceBackend(Backend):
                 await machine.destroy()
                 await files.remove_tree(Path(folder) / "upper")
             except (SandboxError, OSError) as error:
-                return Probe(self.name, None, f"{error}{_advice()}", program.version)
-        return Probe(self.name, self._caps(), "a machine was started", program.version)
+                return Probe(self.name, None, f"{error}{_advice()}")
+        user = "under users of their own" if self._is_privileged else "under this user"
+        # Images hold files alone: what matters to them is their format, not which bubblewrap there is.
+        reason = f"bubblewrap {program.version} started a machine; they run {user}"
+        return Probe(self.name, self._caps(), reason, f"files-{IMAGE_FORMAT}")
 
     def _caps(self) -> Caps:
         found, notes = hierarchies(), []
@@ -87,19 +90,13 @@ class NamespaceBackend(Backend):
         return await self._start(spec, folder, None)
 
     async def restore(self, spec: MachineSpec, folder: Path, image: Path) -> Machine:
-        record = json.loads((image / "image.json").read_text())
-        if record["format"] != IMAGE_FORMAT:
-            raise SandboxStateError(f"{image} was written by another version of Moonlet: restore it with that one")
-        if record["template"] != spec.template.id:
-            raise SandboxStateError(f"{image} is of template {record['template']}, not of {spec.template.id}")
+        check_image(image, spec)
         return await self._start(spec, folder, image)
 
     async def attach(self, spec: MachineSpec, folder: Path) -> Machine:
-        from moonlet.errors import SandboxDiedError
-
         identity = Identity.load(folder)
         if not identity.init.is_alive():
-            raise SandboxDiedError(f"the machine of sandbox {spec.id} has ended while nobody watched", "lost")
+            raise SandboxDiedError(f"the machine of sandbox {spec.id} has ended while nobody watched", FailReason.LOST)
         machine = NamespaceMachine(spec, folder, identity)
         machine.start_joining()
         return machine
@@ -116,26 +113,34 @@ class NamespaceBackend(Backend):
         if self._is_privileged is None:
             self._is_privileged = await in_thread(in_own_thread, _can_be_another_user)
         await self._fill(spec, folder, image)
-        started = await in_thread(start, self._plan(spec, folder, program))
-        machine = NamespaceMachine(spec, folder, started.identity, started.child)
+        started: list[Started] = []
+        try:
+            await in_thread(lambda: started.append(start(self._plan(spec, folder, program))))
+        except asyncio.CancelledError:
+            for one in started:  # it was too late to stop it
+                await NamespaceMachine(spec, folder, one.identity, one.child).destroy()
+            raise
+        machine = NamespaceMachine(spec, folder, started[0].identity, started[0].child)
         machine.start_joining()
         return machine
 
     async def _fill(self, spec: MachineSpec, folder: Path, image: Path | None) -> None:
         """Make the guest's files in the empty folder."""
-        upper = folder / "upper"
+        upper, rootfs = folder / "upper", spec.template.rootfs
         upper.mkdir()
+        owner = machine_user(spec.label, spec.id) if self._is_privileged else os.geteuid()
         if image is not None:
             await files.copy_tree(image / "upper", upper, link=False)
-            files.pin_mount_points(upper, spec.template.rootfs)
-        elif spec.template.rootfs is None:
-            files.make_bare_root(upper, spec.hostname)
+            files.pin_mount_points(upper, rootfs)
+            if self._is_privileged:
+                await files.give_to(owner, upper)
+        elif rootfs is None:
+            files.make_bare_root(upper, spec.hostname, owner)
         else:
-            files.make_overlay_root(upper, spec.template.rootfs)
-        if spec.template.rootfs is not None:
+            files.make_overlay_root(upper, rootfs, owner)
+        if rootfs is not None:
             (folder / "work").mkdir()
-        if self._is_privileged:
-            await files.give_to(machine_user(spec.label, spec.id), upper)
+        describe_image(folder, spec)  # after the machine's end its folder can be restored as an image can
 
     def _plan(self, spec: MachineSpec, folder: Path, program: Bubblewrap) -> Plan:
         return Plan(spec, folder, program, host_etc.shared_etc(), bool(self._is_privileged), agent_flags(spec))

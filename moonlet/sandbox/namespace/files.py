@@ -27,8 +27,8 @@ _MOUNT_POINTS = ("proc", "dev", "etc", "usr", GUEST_HOME[1:])
 _DISK_ERRORS = ("No space left on device", "Disk quota exceeded", "Input/output error", "Read-only file system")
 
 
-def make_bare_root(upper: Path, hostname: str) -> None:
-    """The guest's root for the template `host`."""
+def make_bare_root(upper: Path, hostname: str, owner: int) -> None:
+    """The guest's root for the template `host`, all of it `owner`'s."""
     for name in (*_BARE_DIRS, *_SHARED_DIRS, GUEST_HOME[1:]):
         (upper / name).mkdir(parents=True)
     for name in _SHARED_DIRS:
@@ -42,10 +42,11 @@ def make_bare_root(upper: Path, hostname: str) -> None:
     (own / "hostname").write_text(f"{hostname}\n")
     (own / "hosts").write_text(f"127.0.0.1 localhost {hostname}\n::1 localhost ip6-localhost ip6-loopback\n")
     (own / "machine-id").write_text(f"{uuid.uuid4().hex}\n")
+    _own(upper, owner)
 
 
-def make_overlay_root(upper: Path, lower: Path) -> None:
-    """What the overlay of a template holds at first."""
+def make_overlay_root(upper: Path, lower: Path, owner: int) -> None:
+    """What the overlay of a template holds at first, all of it `owner`'s."""
     upper.chmod(0o755)
     (upper / GUEST_HOME[1:]).mkdir()
     for name in _SHARED_DIRS:
@@ -53,6 +54,15 @@ def make_overlay_root(upper: Path, lower: Path) -> None:
             (upper / name).mkdir(parents=True)
             (upper / name).chmod(0o1777)
     pin_mount_points(upper, lower)
+    _own(upper, owner)
+
+
+def _own(folder: Path, owner: int) -> None:
+    if owner != os.geteuid():
+        for at, names, others in os.walk(folder):
+            os.chown(at, owner, owner)
+            for name in (*others, *(name for name in names if os.path.islink(os.path.join(at, name)))):
+                os.lchown(os.path.join(at, name), owner, owner)
 
 
 def link_own_files(etc: Path) -> None:

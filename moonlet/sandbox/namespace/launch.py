@@ -1,6 +1,6 @@
 """How a machine comes to life: fifos, bubblewrap in a thread of its own, the pids that it reports.
 
-live/to_guest, live/from_guest   stdin and stdout of the agent        live/log   what it and bubblewrap complain about
+live/to_guest, live/from_guest   stdin and stdout of the agent        live/machine.log   what bubblewrap and the agent say
 live/machine.json                who the processes are
 """
 
@@ -15,11 +15,12 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
 from moonlet.errors import BackendUnavailableError, SandboxDiedError, SandboxError, SandboxTimeoutError
-from moonlet.sandbox.api import GUEST_HOME
+from moonlet.sandbox.api import GUEST_HOME, FailReason
 from moonlet.sandbox.backend import MachineSpec
 from moonlet.sandbox.guest.build import guest_binary
 from moonlet.sandbox.guest.stream import FifoPair
@@ -30,7 +31,7 @@ from moonlet.sandbox.namespace.stage import Stage, machine_user
 from moonlet.sandbox.namespace.syscalls import this_architecture
 
 START_TIMEOUT_S = 30.0
-_OPEN_FDS = (0, 1, 2)
+LOG = "machine.log"
 _PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
 _Result = TypeVar("_Result")
@@ -56,12 +57,13 @@ class Identity:
         try:
             record = json.loads((folder / "machine.json").read_text())
         except (FileNotFoundError, ValueError) as error:
-            raise SandboxDiedError(f"no machine was started in {folder}", "lost") from error
+            raise SandboxDiedError(f"no machine was started in {folder}", FailReason.LOST) from error
         if record["boot"] != boot_id():
-            raise SandboxDiedError(f"the machine in {folder} ended when this host was restarted", "lost")
+            raise SandboxDiedError(f"the machine in {folder} ended when this host was restarted", FailReason.LOST)
         return Identity(ProcessId(**record["init"]), ProcessId(**record["monitor"]), record["boot"])
 
 
+@cache
 def boot_id() -> str:
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
@@ -142,7 +144,7 @@ def _spawn(plan: Plan, pair: FifoPair, info: int) -> subprocess.Popen[bytes]:
     filter_handle = seccomp.in_memory(seccomp.build_filter(architecture))
     stdin = os.open(pair.to_guest, os.O_RDWR | os.O_CLOEXEC)
     stdout = os.open(pair.from_guest, os.O_RDWR | os.O_CLOEXEC)
-    log = os.open(plan.folder / "log", os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+    log = os.open(plan.folder / LOG, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
     try:
         program, view = _build_view(plan)
         spec = plan.spec
@@ -236,7 +238,7 @@ def _abandon(child: subprocess.Popen[bytes], plan: Plan) -> None:
 def last_words(folder: Path) -> str:
     """The end of what bubblewrap or the agent wrote to its log."""
     with contextlib.suppress(OSError):
-        text = (folder / "log").read_bytes()[-2000:].decode(errors="replace").strip()
+        text = (folder / LOG).read_bytes()[-2000:].decode(errors="replace").strip()
         if text:
             return text
     return "it said nothing"

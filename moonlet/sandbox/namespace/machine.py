@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import subprocess
 import threading
 import time
@@ -16,10 +15,10 @@ from moonlet.sandbox.backend import Machine, MachineSpec, Usage
 from moonlet.sandbox.guest.stream import FifoPair
 from moonlet.sandbox.namespace import files, freeze
 from moonlet.sandbox.namespace.cgroup import Cgroup
+from moonlet.sandbox.namespace.image import describe_image
 from moonlet.sandbox.namespace.launch import Identity, fifos
-from moonlet.sandbox.namespace.processes import ProcessId, proportional_bytes, tree, wait_ended
+from moonlet.sandbox.namespace.processes import ProcessId, has_children, proportional_bytes, tree, wait_ended
 
-IMAGE_FORMAT = 1
 _KILL_TIMEOUT_S = 10.0
 _DISK_REFRESH_S = 5.0
 
@@ -51,12 +50,13 @@ class NamespaceMachine(Machine):
 
     def _join(self) -> None:
         self._cgroup.create(self._spec.limits)
-        while missing := set(tree(self.init.pid)) - self._cgroup.processes():
-            if not self.init.is_alive():
-                return
+        missing = {self.init.pid}
+        while missing and self.init.is_alive():
             for pid in missing:
                 with contextlib.suppress(ProcessLookupError):
                     self._cgroup.join(pid)
+            # What its members start from now on is inside; what they had started before is still to be moved.
+            missing = set(tree(self.init.pid)) - self._cgroup.processes() if has_children(self.init.pid) else set()
 
     async def joined(self) -> None:
         """Wait until the limits of the control groups hold."""
@@ -83,8 +83,7 @@ class NamespaceMachine(Machine):
             target = image / "upper"
             target.mkdir()
             await files.copy_tree(self._folder / "upper", target, link=is_final)
-            record = {"format": IMAGE_FORMAT, "template": self._spec.template.id}
-            (image / "image.json").write_text(json.dumps(record))
+            describe_image(image, self._spec)
         except BaseException:
             await self.thaw()
             raise
@@ -97,16 +96,12 @@ class NamespaceMachine(Machine):
         await asyncio.to_thread(self._destroy)
 
     def _destroy(self) -> None:
-        pids = tree(self.init.pid) if self.init.is_alive() else {}
+        # With the first process of a pid namespace all others die, and it is gone only when they are.
         self.init.kill()
-        freeze.continue_tree(self.init)
         if self._cgroup.can_freeze:
-            self._cgroup.thaw()  # what is frozen by a v1 group dies only when it is thawed
+            self._cgroup.thaw()  # what a v1 group has frozen dies only when it is thawed
         if not wait_ended(self.init, _KILL_TIMEOUT_S):
             raise SandboxError(f"process {self.init.pid} of sandbox {self._spec.id} does not die: try again")
-        for pid in pids:
-            if process := ProcessId.of(pid):
-                wait_ended(process, 1.0)
         if not wait_ended(self._identity.monitor, 1.0):
             self._identity.monitor.kill()
         if self._child is not None:

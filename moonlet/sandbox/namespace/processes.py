@@ -107,6 +107,15 @@ def tree(root: int) -> dict[int, str]:
     return found
 
 
+def has_children(pid: int) -> bool:
+    """Whether a process with one thread has children now; True where the kernel does not say."""
+    try:
+        with open(f"/proc/{pid}/task/{pid}/children", "rb") as file:
+            return bool(file.read(1))
+    except FileNotFoundError:
+        return os.path.exists(f"/proc/{pid}")
+
+
 def proportional_bytes(pids: Iterable[int]) -> int:
     """Sum of the proportional set sizes; what may not be looked at counts as nothing."""
     total = 0

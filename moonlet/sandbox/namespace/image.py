@@ -1,0 +1,28 @@
+"""What says of a folder that it holds a machine's files: their format, and the template that they lie over."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from moonlet.errors import SandboxStateError
+from moonlet.sandbox.backend import MachineSpec
+
+IMAGE_FORMAT = 1
+_NAME = "image.json"
+
+
+def describe_image(folder: Path, spec: MachineSpec) -> None:
+    (folder / _NAME).write_text(json.dumps({"format": IMAGE_FORMAT, "template": spec.template.id}))
+
+
+def check_image(folder: Path, spec: MachineSpec) -> None:
+    """Raises SandboxStateError if a machine of `spec` cannot be made of it."""
+    try:
+        record = json.loads((folder / _NAME).read_text())
+    except (FileNotFoundError, ValueError) as error:
+        raise SandboxStateError(f"{folder} holds no machine of the backend namespace: destroy the sandbox") from error
+    if record.get("format") != IMAGE_FORMAT:
+        raise SandboxStateError(f"{folder} was written by another version of Moonlet: restore it with that one")
+    if record.get("template") != spec.template.id:
+        raise SandboxStateError(f"{folder} is of template {record.get('template')}, not of {spec.template.id}")
