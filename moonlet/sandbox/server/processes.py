@@ -33,6 +33,7 @@ from moonlet.sandbox.server.traffic import followed, guest_of, note, sandbox_id_
 
 router = APIRouter(prefix="/process.Process")
 
+START_PATIENCE_S = 30.0
 INPUT_PATIENCE_S = 60.0
 PTY_PREFIX = "pty-"  # of ids of commands that have a terminal, so that it is known after a restart too
 _SIGNALS = {"SIGNAL_SIGKILL": signal.SIGKILL, "SIGNAL_SIGTERM": signal.SIGTERM}
@@ -79,14 +80,15 @@ async def _launch(request: Request, body: dict[str, Any], limit_s: float | None)
 async def _start_with_shell(guest: Guest, launch: Launch) -> GuestProcess:
     """E2B's clients run everything through /bin/bash; an image that lacks it gets its plain shell."""
     try:
-        return await guest.start(launch)
+        reply = await guest.stream.request("start", **launch.request()).wait(START_PATIENCE_S)
     except GuestFileError as error:
         if error.code != "ENOENT" or launch.argv[0] != "/bin/bash":
             raise
         try:
-            return await guest.start(replace(launch, argv=("/bin/sh", *launch.argv[1:])))
+            return await _start_with_shell(guest, replace(launch, argv=("/bin/sh", *launch.argv[1:])))
         except GuestFileError:
             raise error from None
+    return GuestProcess(guest, launch.command_id, reply.number("pid"))
 
 
 async def _follow(request: Request, process: GuestProcess, offsets: tuple[int, int]) -> AsyncGenerator[dict[str, Any]]:
