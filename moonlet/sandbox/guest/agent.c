@@ -32,13 +32,15 @@ static struct {
         void *owner;
     } *handlers;
     size_t count, room;
-    int64_t due;
+    int64_t due, now;
     bool stopping;
 } loop;
 
 static volatile sig_atomic_t child_ended, asked_to_stop;
 
-int64_t now_ms(void) {
+int64_t now_ms(void) { return loop.now; }
+
+int64_t clock_ms(void) {
     struct timespec t;
     clock_gettime(CLOCK_MONOTONIC, &t);
     return (int64_t)t.tv_sec * 1000 + t.tv_nsec / 1000000;
@@ -69,11 +71,12 @@ static void on_signal(int number) {
 static void wait_for_events(void) {
     sigset_t none;
     sigemptyset(&none);
-    int64_t before = now_ms(), wait = loop.due == NO_DEADLINE ? -1 : loop.due > before ? loop.due - before : 0;
+    int64_t before = loop.now, wait = loop.due == NO_DEADLINE ? -1 : loop.due > before ? loop.due - before : 0;
     if (wait > TICK_MS) wait = TICK_MS;
     struct timespec t = {wait / 1000, wait % 1000 * 1000000};
     int ready = ppoll(loop.fds, loop.count, wait < 0 ? NULL : &t, &none);
-    int64_t late = now_ms() - before - wait;
+    loop.now = clock_ms();
+    int64_t late = loop.now - before - wait;
     if (wait >= 0 && late > FROZEN_MS) commands_shift(late);
     for (size_t i = 0; ready > 0 && i < loop.count; i++)
         if (loop.fds[i].revents) loop.handlers[i].ready(loop.handlers[i].owner, loop.fds[i].fd, loop.fds[i].revents);
@@ -97,9 +100,8 @@ static void run_loop(void) {
         stream_want();
         wait_for_events();
         if (child_ended) reap_children();
-        int64_t now = now_ms();
-        commands_tick(now);
-        watch_tick(now);
+        commands_tick(loop.now);
+        watch_tick(loop.now);
         relay_tick();
         tree_tick();
         stream_flush();
@@ -157,7 +159,7 @@ static void prepare_process(void) {
     signal(SIGPIPE, SIG_IGN);
     signal(SIGHUP, SIG_IGN);
     umask(022);
-    srandom((unsigned)now_ms() ^ (unsigned)getpid() << 16);
+    srandom((unsigned)clock_ms() ^ (unsigned)getpid() << 16);
     prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0);
     prctl(PR_SET_DUMPABLE, 0, 0, 0, 0); /* commands of the same user must not look into or steer the agent */
     if (!getrlimit(RLIMIT_NOFILE, &files)) {
@@ -169,6 +171,7 @@ static void prepare_process(void) {
 int main(int argc, char **argv) {
     parse_options(argc, argv);
     prepare_process();
+    loop.now = clock_ms();
     if (options.init) options.device = init_machine();
     options.owns_machine = getpid() == 1 || options.init;
     stream_open();

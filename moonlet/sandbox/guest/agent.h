@@ -37,7 +37,8 @@ typedef struct {
 typedef void (*handler)(void *owner, int fd, short events);
 void want(int fd, short events, handler ready, void *owner); /* for the coming round only */
 void due(int64_t at_ms);                                     /* wake the loop no later than this */
-int64_t now_ms(void);
+int64_t now_ms(void);                                        /* monotonic, as of this round */
+int64_t clock_ms(void);                                      /* as of now */
 void stop_agent(void);
 void hold_standard_fds(void);
 

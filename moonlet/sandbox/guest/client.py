@@ -71,7 +71,7 @@ class Guest(GuestFiles):
         """Start in the background; `options` are fields of `Launch`. Raises GuestFileError as `exec` does."""
         launch = command if isinstance(command, Launch) else Launch.of(command, **options)
         try:
-            reply = await self.stream.call("start", timeout_s=_ANSWER_S, **launch.request())
+            reply = await self.stream.request("start", **launch.request()).wait(_ANSWER_S)
         except GuestFileError as error:
             if error.code != "EEXIST":
                 raise

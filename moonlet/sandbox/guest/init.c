@@ -65,8 +65,8 @@ static const char *root_device(void) {
 static void nap(void) { nanosleep(&(struct timespec){0, 5000000}, NULL); }
 
 static void enter_root(const char *device) {
-    int64_t until = now_ms() + DEVICE_WAIT_MS;
-    while (access(device, F_OK) && now_ms() < until) nap();
+    int64_t until = clock_ms() + DEVICE_WAIT_MS;
+    while (access(device, F_OK) && clock_ms() < until) nap();
     mkdir("/newroot", 0755);
     if (mount(device, "/newroot", "ext4", MS_NOATIME, NULL)) give_up("mount", device);
     static const char *moved[][2] = {{"/dev", "/newroot/dev"}, {"/proc", "/newroot/proc"}, {"/sys", "/newroot/sys"}};
@@ -111,8 +111,8 @@ const char *init_machine(void) {
     mkdir(options.home, 0755);
     bring_up_loopback();
     clearenv(); /* the kernel puts its unknown parameters there */
-    int64_t until = now_ms() + DEVICE_WAIT_MS;
-    while (!find_port(port, sizeof port) && now_ms() < until) nap();
+    int64_t until = clock_ms() + DEVICE_WAIT_MS;
+    while (!find_port(port, sizeof port) && clock_ms() < until) nap();
     if (!*port) give_up("find the port", PORT_NAME);
     return port;
 }

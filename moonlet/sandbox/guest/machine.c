@@ -56,7 +56,7 @@ void machine_reseed(const request *r) {
         credited = options.owns_machine && !ioctl(fd, RNDADDENTROPY, &pool) && !ioctl(fd, RNDRESEEDCRNG);
     }
     if (fd >= 0) close(fd);
-    srandom((unsigned)now_ms() ^ (r->body_size >= 4 ? *(const unsigned char *)r->body * 16777619U : 0U));
+    srandom((unsigned)clock_ms() ^ (r->body_size >= 4 ? *(const unsigned char *)r->body * 16777619U : 0U));
     reply_done(r, "mixed", mixed, "credited", credited);
 }
 

@@ -7,6 +7,7 @@
 #include <dirent.h>
 #include <errno.h>
 #include <fcntl.h>
+#include <limits.h>
 #include <signal.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -271,6 +272,12 @@ static void obey(void) {
     if (n == 0 || (n == sizeof m && m.kind == KILL_TREE)) self.is_killing = true;
 }
 
+/* Asked back, because there are kernels (gVisor) that accept the wish without heeding it. */
+static bool become_subreaper(void) {
+    int is_one = 0;
+    return !prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) && !prctl(PR_GET_CHILD_SUBREAPER, &is_one, 0, 0, 0) && is_one == 1;
+}
+
 void supervise(const launch *l) {
     sigset_t child, none;
     sigemptyset(&none);
@@ -281,7 +288,7 @@ void supervise(const launch *l) {
     signal(SIGTERM, SIG_IGN);
     self.control = l->control;
     self.name = l->name;
-    self.is_subreaper = !prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0);
+    self.is_subreaper = become_subreaper();
     start_main(l);
     close_others(l->control);
     for (;;) {
