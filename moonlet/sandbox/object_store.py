@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from moonlet.errors import MissingDependencyError, StorageError
+from moonlet.sandbox.generations import flush_folder
 
 _UNFINISHED = ".unfinished"  # folder of half-written files, beside the finished ones
 
@@ -90,7 +91,7 @@ class DirectoryStore(ObjectStore):
                 with contextlib.suppress(OSError):
                     os.unlink(name)
                 raise
-            sync_folder(target.parent)
+            flush_folder(target.parent)
 
     def read(self, key: str, num_bytes: int | None = None) -> bytes:
         with _storage_errors(f"cannot read {self.root / key}"), open(self.root / key, "rb") as file:
@@ -199,12 +200,3 @@ def _make_private_dirs(folder: Path) -> None:
     if not folder.is_dir():
         _make_private_dirs(folder.parent)
         folder.mkdir(0o700, exist_ok=True)
-
-
-def sync_folder(folder: Path) -> None:
-    """Make renames and new names in `folder` survive a power cut."""
-    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

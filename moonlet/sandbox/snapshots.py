@@ -14,20 +14,19 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ctypes
 import hashlib
 import json
 import logging
 import os
 import re
 import secrets
-import shutil
 import time
 import zlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from weakref import WeakValueDictionary
 
 from moonlet.errors import SandboxNotFoundError, SnapshotError, StorageError
 from moonlet.sandbox.file_tree import (
@@ -41,7 +40,8 @@ from moonlet.sandbox.file_tree import (
     scan_tree,
     write_range,
 )
-from moonlet.sandbox.object_store import ObjectStore, open_store, sync_folder
+from moonlet.sandbox.generations import in_thread, storage_errors, whole_folder
+from moonlet.sandbox.object_store import ObjectStore, open_store
 
 CHUNK_BYTES = 4 << 20  # small enough that forks of one machine share most pieces of their RAM, large enough for S3
 _SMALL_BYTES = CHUNK_BYTES // 4  # smaller files share a piece with their neighbours
@@ -77,6 +77,7 @@ class SnapshotRepository:
     def __init__(self, url: str | Path, options: Mapping[str, Any] | None = None) -> None:
         self.url = str(url)
         self._store: ObjectStore = open_store(url, options)
+        self._fetching: WeakValueDictionary[Path, asyncio.Lock] = WeakValueDictionary()
 
     async def put(self, snapshot_id: str, folder: Path) -> StoredSnapshot:
         """Store all of `folder`, which must not change meanwhile; only pieces that are not there yet are sent.
@@ -84,40 +85,38 @@ class SnapshotRepository:
         Raises SnapshotError for contents that cannot be kept. After an error or a crash no snapshot is visible.
         """
         key = _manifest_key(snapshot_id)
-        entries = await asyncio.to_thread(scan_tree, folder)
+        entries = await in_thread(scan_tree, folder)
         async with self._upload_lease() as confirm:
             num_bytes = await self._put_pieces(folder, entries)
             files = sum(entry.kind == "file" for entry in entries)
             stored = StoredSnapshot(snapshot_id, time.time(), num_bytes, files)
             await confirm()
-            await asyncio.to_thread(self._store.write, key, _manifest(stored, entries))
+            await in_thread(self._store.write, key, _manifest(stored, entries))
             try:
                 await confirm()
             except StorageError:
-                await asyncio.to_thread(self._store.remove, key)
+                await in_thread(self._store.remove, key)
                 raise
         return stored
 
     async def fetch(self, snapshot_id: str, folder: Path) -> None:
-        """Make `folder`, which must be absent or empty, with what was put; all or nothing, readable by the owner only.
+        """Make `folder` with what was put; all or nothing, readable by the owner only. A folder that is there is kept.
 
         Raises SandboxNotFoundError, and SnapshotError if a piece is missing or is not what was stored.
         """
-        _, entries = await asyncio.to_thread(self._read_manifest, snapshot_id)
-        unfinished = folder.with_name(f".{folder.name}.{secrets.token_hex(4)}.unfinished")
-        try:
-            with _local_errors(unfinished):
-                unfinished.mkdir(0o700, parents=True)
-                await _to_the_end(make_tree, unfinished, entries)
-                await self._fetch_pieces(snapshot_id, unfinished, entries)
-                await _to_the_end(finish_tree, unfinished, entries)
-                await _to_the_end(_commit, unfinished, folder)
-        finally:
-            await asyncio.shield(asyncio.to_thread(shutil.rmtree, unfinished, ignore_errors=True))
+        _, entries = await in_thread(self._read_manifest, snapshot_id)
+        async with self._fetching.setdefault(folder, asyncio.Lock()):  # two that want the same share one download
+            if not folder.exists():
+                with storage_errors(f"cannot write snapshot {snapshot_id} into {folder.parent}"):
+                    async with whole_folder(folder) as unfinished:
+                        await in_thread(make_tree, unfinished, entries)
+                        await self._fetch_pieces(snapshot_id, unfinished, entries)
+                        await in_thread(finish_tree, unfinished, entries)
+                        unfinished.chmod(0o700)
 
     async def remove(self, snapshot_id: str) -> None:
         """Remove a snapshot, and all pieces that no snapshot needs unless an upload is going on; idempotent."""
-        await asyncio.to_thread(self._store.remove, _manifest_key(snapshot_id))
+        await in_thread(self._store.remove, _manifest_key(snapshot_id))
         try:
             await self._collect()
         except SnapshotError as error:
@@ -125,11 +124,11 @@ class SnapshotRepository:
 
     async def list(self) -> list[StoredSnapshot]:
         """All whole snapshots, oldest first; damaged ones are left out with a warning."""
-        blobs = await asyncio.to_thread(self._store.list, "snapshots")
+        blobs = await in_thread(self._store.list, "snapshots")
         found = []
         for blob in blobs:
             try:
-                head = await asyncio.to_thread(self._store.read, blob.key, _HEAD_BYTES)
+                head = await in_thread(self._store.read, blob.key, _HEAD_BYTES)
                 found.append(_stored(_head(head, blob.key.removeprefix("snapshots/"))))
             except FileNotFoundError:
                 continue
@@ -142,7 +141,7 @@ class SnapshotRepository:
 
         Raises SnapshotError if a manifest is damaged, since then nobody knows which pieces it needs.
         """
-        unfinished = await asyncio.to_thread(self._store.remove_unfinished, _LEASE_S)
+        unfinished = await in_thread(self._store.remove_unfinished, _LEASE_S)
         return unfinished + await self._collect()
 
     # -- pieces -------------------------------------------------------------------------------------------------------
@@ -153,16 +152,16 @@ class SnapshotRepository:
 
         async def put(piece: _Piece) -> None:
             nonlocal num_bytes
-            data, name = await asyncio.to_thread(piece.read, folder)
+            data, name = await in_thread(piece.read, folder)
             if name is None:
                 return
             num_bytes += len(data)
             piece.note(name)
             if name not in known:
                 known.add(name)
-                await asyncio.to_thread(self._put_piece, name, data)
+                await in_thread(self._put_piece, name, data)
 
-        await _for_each(put, await asyncio.to_thread(_cut, folder, entries))
+        await _for_each(put, await in_thread(_cut, folder, entries))
         for entry in entries:
             entry.extents.sort(key=lambda extent: extent.offset)
         return num_bytes
@@ -187,7 +186,7 @@ class SnapshotRepository:
                     raise SnapshotError(f"snapshot {snapshot_id} of {self.url}: piece {name} is too short")
                 write_range(folder / path, extent.offset, data[extent.at : extent.at + extent.length])
 
-        await _for_each(lambda name: asyncio.to_thread(fetch, name), users)
+        await _for_each(lambda name: in_thread(fetch, name), users)
 
     def _read_piece(self, name: str, snapshot_id: str) -> bytes:
         damage = f"snapshot {snapshot_id} of {self.url} is damaged"
@@ -231,7 +230,7 @@ class SnapshotRepository:
         refresher = asyncio.create_task(self._refresh(key))
 
         async def confirm() -> None:
-            if not await asyncio.to_thread(self._store.exists, key):
+            if not await in_thread(self._store.exists, key):
                 raise StorageError(
                     f"the upload to {self.url} stood still for so long that it was given up; put it again"
                 )
@@ -242,32 +241,32 @@ class SnapshotRepository:
             refresher.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await refresher
-            await asyncio.shield(asyncio.to_thread(self._store.remove, key))
+            await asyncio.shield(in_thread(self._store.remove, key))
 
     async def _take_upload_lease(self, key: str) -> None:
         while True:
-            await asyncio.to_thread(self._store.write, key, _owner())
+            await in_thread(self._store.write, key, _owner())
             if not await self._others(key, "collectors"):
                 return
-            await asyncio.to_thread(self._store.remove, key)
+            await in_thread(self._store.remove, key)
             await asyncio.sleep(0.2)
 
     async def _refresh(self, key: str) -> None:
         while True:
             await asyncio.sleep(_REFRESH_S)
-            if not await asyncio.to_thread(self._store.exists, key):
+            if not await in_thread(self._store.exists, key):
                 return  # given up by a collector: writing it again would hide that from `confirm`
             with contextlib.suppress(StorageError):
-                await asyncio.to_thread(self._store.write, key, _owner())
+                await in_thread(self._store.write, key, _owner())
 
     async def _others(self, own: str, kind: str) -> list[str]:
         """Living leases of `kind` by the store's clock, which wrote our own as well; dead ones are removed."""
-        mine = [blob for blob in await asyncio.to_thread(self._store.list, own.split("/")[0]) if blob.key == own]
+        mine = [blob for blob in await in_thread(self._store.list, own.split("/")[0]) if blob.key == own]
         now = mine[0].modified_at if mine else 0.0
         living = []
-        for blob in await asyncio.to_thread(self._store.list, kind):
+        for blob in await in_thread(self._store.list, kind):
             if now - blob.modified_at > _LEASE_S:
-                await asyncio.to_thread(self._store.remove, blob.key)
+                await in_thread(self._store.remove, blob.key)
             else:
                 living.append(blob.key)
         return living
@@ -276,15 +275,15 @@ class SnapshotRepository:
         """Remove the pieces that no manifest names; returns how many. Leaves them if an upload goes on for too long."""
         key = f"collectors/{secrets.token_hex(8)}"
         start = time.monotonic()
-        await asyncio.to_thread(self._store.write, key, _owner())
+        await in_thread(self._store.write, key, _owner())
         try:
             while await self._others(key, "uploads"):
                 if time.monotonic() - start > _COLLECT_WAIT_S:
                     return 0
                 await asyncio.sleep(0.2)
-            return await asyncio.to_thread(self._remove_unused, start + _COLLECT_LIMIT_S)
+            return await in_thread(self._remove_unused, start + _COLLECT_LIMIT_S)
         finally:
-            await asyncio.shield(asyncio.to_thread(self._store.remove, key))
+            await asyncio.shield(in_thread(self._store.remove, key))
 
     def _remove_unused(self, deadline: float) -> int:
         needed: set[str] = set()
@@ -364,16 +363,6 @@ async def _for_each(work: Callable[[Any], Awaitable[None]], items: Iterable[Any]
             raise error
 
 
-async def _to_the_end(function: Callable[..., None], *arguments: Any) -> None:
-    """In a thread, and not left before the thread has ended, so that what it writes can be removed afterwards."""
-    task = asyncio.create_task(asyncio.to_thread(function, *arguments))
-    try:
-        await asyncio.shield(task)
-    except asyncio.CancelledError:
-        await asyncio.wait([task])
-        raise
-
-
 # -- names and manifests ----------------------------------------------------------------------------------------------
 def _manifest_key(snapshot_id: str) -> str:
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}", snapshot_id):
@@ -411,24 +400,3 @@ def _stored(head: Mapping[str, Any]) -> StoredSnapshot:
 def _owner() -> bytes:
     """Who holds a lease, for people who look into the store."""
     return f"{os.uname().nodename} {os.getpid()}".encode()
-
-
-# -- the local folder -------------------------------------------------------------------------------------------------
-def _commit(unfinished: Path, folder: Path) -> None:
-    handle = os.open(unfinished, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        if ctypes.CDLL(None, use_errno=True).syncfs(handle):
-            raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
-    finally:
-        os.close(handle)
-    os.chmod(unfinished, 0o700)
-    os.rename(unfinished, folder)
-    sync_folder(folder.parent)
-
-
-@contextlib.contextmanager
-def _local_errors(folder: Path) -> Any:
-    try:
-        yield
-    except OSError as error:
-        raise StorageError(f"cannot write the snapshot into {folder.parent}: {error.strerror or error}") from error
