@@ -9,6 +9,7 @@
     ├── StorageError           the disk is full or a file cannot be written
     ├── KernelError            the kernels asked for cannot run here
     ├── MissingDependencyError an optional package is not installed
+    ├── StateRecordError       a saved piece of model state is damaged, incomplete or of another model
     └── SandboxError           a sandbox cannot do what was asked
         ├── SandboxNotFoundError     there is none of this name (any more)
         ├── SandboxStateError        it is in a state in which this makes no sense
@@ -66,6 +67,10 @@ class MissingDependencyError(MoonletError):
 
     def __init__(self, package: str, extra: str, purpose: str) -> None:
         super().__init__(f"{purpose} needs the package '{package}': pip install 'moonlet[{extra}]'")
+
+
+class StateRecordError(MoonletError):
+    """A saved piece of model state is damaged or incomplete, or another model or other weights made it."""
 
 
 class SandboxError(MoonletError):
