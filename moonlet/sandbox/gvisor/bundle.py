@@ -27,7 +27,7 @@ GUEST_FOLDER = "/.moonlet"  # where the agent is, read-only
 _EMPTY_DIRS = ("proc", "sys", "dev", "tmp", "run", "var/tmp", "root", "home", "opt", "mnt", "srv", GUEST_HOME[1:])
 _PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 # All that package managers and servers ask for; each one counts in the Sentry only, never on the host.
-_CAPABILITIES = (
+_COMMAND_CAPABILITIES = (
     "CAP_CHOWN",
     "CAP_DAC_OVERRIDE",
     "CAP_FOWNER",
@@ -39,10 +39,11 @@ _CAPABILITIES = (
     "CAP_SETGID",
     "CAP_SETPCAP",
     "CAP_SETUID",
-    "CAP_SYS_ADMIN",  # the agent gives clones their host name
     "CAP_SYS_CHROOT",
     "CAP_SYS_PTRACE",
 )
+# The agent gives clones their host name. Its commands must not have this one: it lifts the limit on processes.
+_AGENT_CAPABILITIES = (*_COMMAND_CAPABILITIES, "CAP_SYS_ADMIN")
 
 
 @dataclass(frozen=True)
@@ -123,7 +124,11 @@ def write_config(bundle: Bundle, spec: MachineSpec, container: str, *, preload: 
             "args": _agent_command(spec),
             "cwd": "/",
             "env": _environment(spec),
-            "capabilities": {kind: _CAPABILITIES for kind in ("bounding", "effective", "permitted")},
+            "capabilities": {
+                "bounding": _COMMAND_CAPABILITIES,
+                "effective": _AGENT_CAPABILITIES,
+                "permitted": _AGENT_CAPABILITIES,
+            },
             "rlimits": [{"type": "RLIMIT_NOFILE", "hard": 65536, "soft": 1024}],
             "noNewPrivileges": False,
         },

@@ -6,10 +6,14 @@ Works on the first and the second version of cgroups and on a mixture: a contain
 from __future__ import annotations
 
 import contextlib
+import os
 import re
+import signal
+import time
 from pathlib import Path
 
 _ROOT = Path("/sys/fs/cgroup")
+_REMOVE_S = 5.0
 
 
 def cgroups_path(label: str, container: str) -> str:
@@ -44,13 +48,29 @@ def memory_bytes(label: str, container: str) -> int | None:
 
 
 def remove_cgroups(label: str, container: str | None = None) -> list[str]:
-    """Remove the empty groups of a container (of all of a label); returns their paths. A busy one stays."""
+    """End what is left in the groups of a container (of all of a label) and remove them; returns their paths.
+
+    The last processes of a Sentry take some milliseconds to go; a group that is busy after 5 s stays.
+    """
     removed = []
+    deadline = time.monotonic() + _REMOVE_S
     for folder in find_cgroups(label, container):
-        with contextlib.suppress(OSError):
-            folder.rmdir()
-            removed.append(str(folder))
+        while folder.exists():
+            try:
+                folder.rmdir()
+                removed.append(str(folder))
+            except OSError:
+                if time.monotonic() > deadline:
+                    break
+                _kill_members(folder)
+                time.sleep(0.005)
         with contextlib.suppress(OSError):
             folder.parent.rmdir()  # the label's, once its last container is gone
             folder.parent.parent.rmdir()
     return removed
+
+
+def _kill_members(folder: Path) -> None:
+    with contextlib.suppress(OSError):
+        for pid in (folder / "cgroup.procs").read_text().split():
+            os.kill(int(pid), signal.SIGKILL)

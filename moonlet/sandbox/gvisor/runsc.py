@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import re
 import shutil
@@ -15,7 +16,9 @@ from pathlib import Path
 
 from moonlet.errors import BackendUnavailableError, SandboxTimeoutError
 
-INSTALL_HINT = "install gVisor: apt-get install runsc (for use without root: -t bookworm-backports, or newer)"
+INSTALL_HINT = (
+    "install gVisor: apt-get install runsc; for use without root one of 2024 or newer (-t bookworm-backports)"
+)
 
 
 @dataclass(frozen=True)
@@ -27,7 +30,6 @@ class Runsc:
     platform: str
     is_user: bool = False
     has_cgroups: bool = True
-    bounds_overlay: bool = False  # the size of the writable layer can be limited
     can_skip_compression: bool = False
 
     def command(self, state: Path, *args: str, log: Path | None = None) -> list[str]:
@@ -37,17 +39,14 @@ class Runsc:
             f"--root={state}",
             f"--platform={self.platform}",
             "--network=none",
-            f"--overlay2={self._overlay()}",
+            "--overlay2=root:memory",
             "--file-access-mounts=exclusive",
         ]
         if not self.has_cgroups:
             flags.append("--ignore-cgroups")
         if log is not None:
-            flags += [f"--log={log}", "--log-format=text"]
+            flags.append(f"--log={log}")
         return [*prefix, self.program, *flags, *args]
-
-    def _overlay(self) -> str:
-        return "root:memory"
 
 
 def find_runsc(program: str = "runsc") -> Runsc:
@@ -130,10 +129,18 @@ def _last_words(data: bytes) -> str:
 
 
 def read_log(log: Path) -> str:
-    """The last errors in the log of a call."""
+    """The last complaints in the log of a call."""
     try:
         lines = log.read_text(errors="replace").splitlines()
     except OSError:
         return ""
-    told = [line for line in lines if "FATAL" in line or re.match(r"[EF]\d{4} ", line) or "error" in line.lower()]
-    return " | ".join(line.split("] ", 1)[-1] for line in told[-3:])[-600:]
+    told = []
+    for line in lines:
+        try:
+            entry = json.loads(line)
+            if entry["level"] in ("error", "fatal"):
+                told.append(str(entry["msg"]))
+        except (ValueError, KeyError, TypeError):
+            if re.match(r"[EF]\d{4} ", line) or "FATAL" in line:
+                told.append(line.split("] ", 1)[-1])
+    return "; ".join(told[-2:])[-600:]
