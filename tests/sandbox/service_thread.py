@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import concurrent.futures
 import threading
-from collections.abc import Coroutine
+import time
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 import httpx
-from scripted_backend import ScriptedBackend
+from sandbox.scripted_backend import ScriptedBackend
 
 from moonlet.sandbox.backend import Backend
+from moonlet.sandbox.envelope import END, EnvelopeReader, envelope
 from moonlet.sandbox.manager import Manager
 from moonlet.sandbox.server.app import serve_manager
 from moonlet.sandbox.server.auth import load_api_key
@@ -80,3 +84,59 @@ class SandboxClient:
 
     def rpc(self, name: str, message: dict[str, Any]) -> httpx.Response:
         return self.http.post(f"/{name}", json=message)
+
+    def stream(self, name: str, message: dict[str, Any], **headers: str) -> Messages:
+        """A call whose answer is a stream; use it with `with`."""
+        headers = {"Content-Type": "application/connect+json"} | {
+            key.replace("_", "-"): headers[key] for key in headers
+        }
+        return Messages(self.http.stream("POST", f"/{name}", headers=headers, content=envelope(message)))
+
+    def run(self, command: str, **options: Any) -> list[dict[str, Any]]:
+        """All events of a shell command; the last is its end, or `{"error": ...}`."""
+        config = {"cmd": "/bin/sh", "args": ["-c", command]} | options.pop("process", {})
+        headers = options.pop("headers", {})
+        with self.stream("process.Process/Start", {"process": config} | options, **headers) as messages:
+            return [message.get("event", message) for message in messages]
+
+
+class Messages:
+    """Iterates over the messages of a stream; the error at its end, if any, comes last as `{"error": ...}`."""
+
+    def __init__(self, response: AbstractContextManager[httpx.Response]) -> None:
+        self._opening = response
+
+    def __enter__(self) -> Messages:
+        self.response = self._opening.__enter__()
+        self._messages = self._read()
+        return self
+
+    def __exit__(self, *exc: Any) -> None:
+        self._opening.__exit__(*exc)
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        return self
+
+    def __next__(self) -> dict[str, Any]:
+        return next(self._messages)
+
+    def _read(self) -> Iterator[dict[str, Any]]:
+        assert self.response.status_code == 200, self.response.read()
+        reader = EnvelopeReader(1 << 24)
+        for chunk in self.response.iter_raw():
+            for flags, message in reader.feed(chunk):
+                if message or not flags & END:
+                    yield message
+
+
+def output_of(events: list[dict[str, Any]], name: str = "stdout") -> bytes:
+    pieces = (event["data"][name] for event in events if name in event.get("data", {}))
+    return b"".join(base64.b64decode(piece) for piece in pieces)
+
+
+def wait_for(condition: Callable[[], object], limit_s: float = 30.0) -> None:
+    """Look again until it holds."""
+    deadline = time.monotonic() + limit_s
+    while not condition():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.01)

@@ -26,14 +26,16 @@ from moonlet.errors import (
     SandboxStateError,
     StorageError,
 )
-from moonlet.sandbox.api import State
+from moonlet.sandbox.api import SandboxInfo, State
+from moonlet.sandbox.envelope import EnvelopeError
 from moonlet.sandbox.server import control, envd, filesystem, processes
 from moonlet.sandbox.server.answers import ApiError, error_body
 from moonlet.sandbox.server.audit import AuditLog
 from moonlet.sandbox.server.auth import Keys, find_target
 from moonlet.sandbox.server.config import ENVD_PORT, ServerConfig
-from moonlet.sandbox.server.connect import STATUS, ConnectError, as_connect_error, describe
+from moonlet.sandbox.server.connect import STATUS, as_connect_error, describe
 from moonlet.sandbox.server.metrics import Metrics
+from moonlet.sandbox.server.schema import AUTO_RESUME
 from moonlet.sandbox.server.service import Service, error_response, unauthorized
 from moonlet.sandbox.server.watchers import Watchers
 
@@ -54,7 +56,7 @@ def build_app(manager: Any, config: ServerConfig) -> FastAPI:
         config=config,
         keys=Keys(state_dir),
         audit=AuditLog(state_dir / "audit.jsonl", config.audit_bytes, config.audit_files),
-        metrics=Metrics(),
+        metrics=Metrics(lambda: manager.num_reaped),
         watchers=Watchers(config.bounds.watchers, config.bounds.watcher_events),
     )
     app = _new_app(service)
@@ -81,8 +83,9 @@ def _traffic_app(service: Service) -> FastAPI:
     app = _new_app(service)
     for module in (envd, processes, filesystem):
         app.include_router(module.router)
-    for kind in (MoonletError, ConnectError, Exception):
+    for kind in (MoonletError, EnvelopeError, Exception):
         app.add_exception_handler(kind, _answer_connect_error)
+    app.add_exception_handler(envd.RangeError, _answer_range)
     return app
 
 
@@ -119,6 +122,11 @@ async def _answer_connect_error(request: Request, error: Exception) -> Response:
         status = 507 if isinstance(error, GuestFileError) and error.code in ("ENOSPC", "EDQUOT") else status
         return JSONResponse(error_body(status, str(problem), _word(error)), status)
     return JSONResponse(describe(problem) | _detail(error), status)
+
+
+async def _answer_range(request: Request, error: Exception) -> Response:
+    assert isinstance(error, envd.RangeError)
+    return JSONResponse(error_body(416, str(error)), 416, {"Content-Range": f"bytes */{error.size}"})
 
 
 def _word(error: Exception) -> str:
@@ -184,22 +192,24 @@ class Dispatcher:
             if info.state is State.FAILED:
                 raise SandboxDiedError(f"sandbox {sandbox_id} died ({info.reason}); delete it", str(info.reason))
             if info.state is not State.RUNNING:
-                await self._await_running(sandbox_id, info.state)
+                await self._await_running(info)
         except (SandboxNotFoundError, SandboxStateError, SandboxDiedError) as error:
             return _not_running(sandbox_id, error)
         manager.touch(sandbox_id)
         scope["moonlet.sandbox_id"] = sandbox_id
         return None
 
-    async def _await_running(self, sandbox_id: str, state: State) -> None:
-        """A sandbox on its way back is waited for; one that pauses or is paused is not."""
-        if state in (State.PAUSED, State.PAUSING, State.KILLING):
-            raise SandboxStateError(f"sandbox {sandbox_id} is {state}; connect to it to resume it")
+    async def _await_running(self, info: SandboxInfo) -> None:
+        """A sandbox on its way back is waited for; one that pauses or is paused is not, unless it was made so."""
+        if info.state in (State.PAUSED, State.PAUSING) and AUTO_RESUME in info.metadata:
+            await self._service.manager.resume(info.id)
+        elif info.state in (State.PAUSED, State.PAUSING, State.KILLING):
+            raise SandboxStateError(f"sandbox {info.id} is {info.state}; connect to it to resume it")
         try:
             async with asyncio.timeout(RESUME_PATIENCE_S):
-                await self._service.manager.running(sandbox_id)
+                await self._service.manager.running(info.id)
         except TimeoutError:
-            raise SandboxStateError(f"sandbox {sandbox_id} did not run again in time") from None
+            raise SandboxStateError(f"sandbox {info.id} did not run again in time") from None
 
     def _is_signed(self, scope: Scope, sandbox_id: str) -> bool:
         operation = {"GET": "read", "POST": "write"}.get(scope["method"])

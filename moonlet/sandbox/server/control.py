@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import base64
 import binascii
+import inspect
 import time
+from collections.abc import Callable
 from typing import Any
 from urllib.parse import parse_qsl, unquote
 
@@ -17,7 +19,7 @@ from moonlet.sandbox.api import SandboxInfo, State
 from moonlet.sandbox.server import schema
 from moonlet.sandbox.server.answers import ApiError, describe_error
 from moonlet.sandbox.server.auth import is_sandbox_id
-from moonlet.sandbox.server.service import Service, peer_of, read_model, service_of
+from moonlet.sandbox.server.service import Service, peer_of, read_model, service_of, unless_gone
 
 router = APIRouter()
 
@@ -56,7 +58,8 @@ async def create(request: Request) -> Response:
     if key is not None and not 1 <= len(key) <= 255:
         raise ApiError(400, "Idempotency-Key must have 1 to 255 characters")
     with service.metrics.timed("create"):
-        info = await service.manager.create(spec, idempotency_key=key)
+        creating = service.manager.create(spec, idempotency_key=key)
+        info = await (unless_gone(request, creating) if key is None else creating)
     _note(
         request, "create", info.id, template=spec.template, backend=info.backend, allow_hosts=",".join(spec.allow_hosts)
     )
@@ -200,7 +203,7 @@ async def fork(request: Request, sandbox_id: str) -> Response:
     if body.count > service.config.bounds.fork_count:
         raise ApiError(400, f"at most {service.config.bounds.fork_count} forks at once")
     with service.metrics.timed("fork"):
-        children = await service.manager.fork(_known_id(sandbox_id), body.count)
+        children = await unless_gone(request, service.manager.fork(_known_id(sandbox_id), body.count))
     answers: list[dict[str, Any]] = []
     for child in children:
         if isinstance(child, Exception):
@@ -229,9 +232,9 @@ async def create_snapshot(request: Request, sandbox_id: str) -> Response:
 @_both("/sandboxes/{sandbox_id}/network", ["PUT"])
 async def set_network(request: Request, sandbox_id: str) -> Response:
     body = await read_model(request, schema.Network)
-    hosts = tuple(schema.allow_hosts(body))
-    await service_of(request).manager.set_allow_hosts(_known_id(sandbox_id), hosts)
-    _note(request, "network", sandbox_id, allow_hosts=",".join(hosts))
+    info = await service_of(request).manager.info(_known_id(sandbox_id))
+    if set(schema.allow_hosts(body)) != set(info.allow_hosts):
+        raise ApiError(501, "the hosts that a sandbox may reach are chosen when it is created")
     return Response(status_code=204)
 
 
@@ -295,9 +298,14 @@ async def list_snapshots(request: Request) -> Response:
 
 @router.get("/templates", response_model=None)
 async def list_templates(request: Request) -> Response:
-    service = service_of(request)
-    templates = await asyncio.to_thread(service.manager.templates.list)
+    store = service_of(request).manager.templates
+    templates = await _maybe_async(store.list) if hasattr(store, "list") else []
     return JSONResponse([_template_body(template) for template in templates])
+
+
+async def _maybe_async(call: Callable[..., Any], *args: Any) -> Any:
+    result = await asyncio.to_thread(call, *args)
+    return await result if inspect.isawaitable(result) else result
 
 
 def _template_body(template: Any) -> dict[str, Any]:
@@ -329,7 +337,9 @@ async def delete_template(request: Request, template_id: str) -> Response:
     try:
         await service.manager.delete_snapshot(template_id)
     except SandboxNotFoundError:
-        await asyncio.to_thread(service.manager.templates.remove, template_id)
+        if not hasattr(service.manager.templates, "remove"):
+            raise
+        await _maybe_async(service.manager.templates.remove, template_id)
     _note(request, "delete_template", "", template=template_id)
     return Response(status_code=204)
 
@@ -338,4 +348,4 @@ async def delete_template(request: Request, template_id: str) -> Response:
 @router.post("/v2/templates/{rest:path}", response_model=None)
 @router.post("/templates", response_model=None)
 async def refuse_build(request: Request) -> Response:
-    raise ApiError(501, "templates are built on the service's host: moonlet sandbox template build")
+    raise ApiError(501, "this service builds no templates for clients; build them on its host")

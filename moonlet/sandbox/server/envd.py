@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import posixpath
+import re
 import time
 from collections.abc import AsyncIterator
 from urllib.parse import parse_qsl
@@ -11,14 +12,17 @@ from urllib.parse import parse_qsl
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
 
-from moonlet.errors import GuestFileError, SandboxDiedError, SandboxTimeoutError
+from moonlet.errors import GuestFileError
 from moonlet.sandbox.envelope import parse_message
 from moonlet.sandbox.guest.client import Guest
+from moonlet.sandbox.guest.stream import Reply
 from moonlet.sandbox.server.connect import ConnectError, read_body
 from moonlet.sandbox.server.filesystem import guest_path
 from moonlet.sandbox.server.service import service_of
-from moonlet.sandbox.server.traffic import guest_of, note, sandbox_id_of
+from moonlet.sandbox.server.traffic import guest_of, note, sandbox_id_of, sandbox_of
 from moonlet.sandbox.server.uploads import PIECE_BYTES, MultipartBody, read_stream
+
+READ_S = 60.0
 
 router = APIRouter()
 
@@ -69,43 +73,72 @@ async def init(request: Request) -> Response:
 # -- files ------------------------------------------------------------------------------------------------------------
 @router.get("/files", response_model=None)
 async def download(request: Request) -> Response:
-    """A file of any size, read piece by piece as the client takes them."""
+    """A file of any size or one range of it, read piece by piece as the client takes them."""
     path = guest_path(query_of(request).get("path"))
     first, size = await _read_piece(request, path, 0)
-    name = posixpath.basename(path).encode("ascii", "replace").decode().replace('"', "?")
-    headers = {"Content-Disposition": f'inline; filename="{name}"'}
-    if len(first) >= size and len(first) < PIECE_BYTES:
-        return Response(first, media_type="application/octet-stream", headers=headers)
-    if size >= len(first):  # a file of /proc has size 0 and yet content: its end is found by reading
-        headers["Content-Length"] = str(size)
-    return StreamingResponse(_pieces(request, path, first, size), 200, headers, "application/octet-stream")
+    name = posixpath.basename(path).encode("ascii", "replace").decode()
+    name = "".join(character if character.isprintable() and character not in '"\\' else "?" for character in name)
+    headers = {"Content-Disposition": f'inline; filename="{name}"', "Accept-Ranges": "bytes"}
+    if len(first) > size:  # a file of /proc says 0 and yet has content; its end is found by reading
+        return StreamingResponse(_all_pieces(request, path, first), 200, headers, "application/octet-stream")
+    start, end = _range(request.headers.get("range"), size)
+    headers["Content-Length"] = str(end - start)
+    status = 200
+    if (start, end) != (0, size):
+        status, headers["Content-Range"] = 206, f"bytes {start}-{end - 1}/{size}"
+    pieces = _pieces(request, path, start, end, first if start == 0 else b"")
+    return StreamingResponse(pieces, status, headers, "application/octet-stream")
+
+
+def _range(text: str | None, size: int) -> tuple[int, int]:
+    """First byte and the one after the last that are asked for; several ranges, or units other than bytes, are the whole."""
+    match = re.fullmatch(r"bytes=(\d{0,18})-(\d{0,18})", text or "")
+    if match is None or not (match[1] or match[2]):
+        return 0, size
+    if not match[1]:
+        return max(0, size - int(match[2])), size
+    start, end = int(match[1]), min(int(match[2]) + 1 if match[2] else size, size)
+    if start >= end:
+        raise RangeError(size)
+    return start, end
+
+
+class RangeError(Exception):
+    """The range that is asked for is not in the file, which has `size` bytes."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__(f"the file has {size} bytes")
+        self.size = size
 
 
 async def _read_piece(request: Request, path: str, offset: int) -> tuple[bytes, int]:
-    """The piece at `offset`, and the size of the file. The call for it waits while the sandbox is paused."""
-    manager, sandbox_id = service_of(request).manager, sandbox_id_of(request)
-    while True:
-        guest: Guest = await manager.running(sandbox_id)
-        try:
-            reply = await guest.stream.call("read", path=path, offset=offset, length=PIECE_BYTES, timeout_s=60.0)
-            return reply.body, reply.number("size")
-        except (SandboxDiedError, SandboxTimeoutError):
-            await manager.check_cut(sandbox_id, guest)
+    """The piece at `offset`, and the size of the file. While the sandbox is paused it waits."""
+
+    async def read(guest: Guest) -> Reply:
+        return await guest.stream.call("read", path=path, offset=offset, length=PIECE_BYTES, timeout_s=READ_S)
+
+    reply = await sandbox_of(request).long_call(read)
+    return reply.body, reply.number("size")
 
 
-async def _pieces(request: Request, path: str, first: bytes, size: int) -> AsyncIterator[bytes]:
-    """The guest is asked for the next piece only when the last one is on its way, so a slow reader fills no memory."""
-    is_sized, offset, piece = size >= len(first), 0, first
+async def _all_pieces(request: Request, path: str, piece: bytes) -> AsyncIterator[bytes]:
+    offset = 0
     while piece:
-        if is_sized:
-            piece = piece[: size - offset]  # without what the file grew by since
         offset += len(piece)
         yield piece
-        if is_sized and offset >= size:
-            return
         piece, _ = await _read_piece(request, path, offset)
-    if is_sized and offset < size:
-        raise GuestFileError(f"{path} shrank while it was read", "EIO")
+
+
+async def _pieces(request: Request, path: str, offset: int, end: int, piece: bytes) -> AsyncIterator[bytes]:
+    """The guest is asked for the next piece only when the last one is on its way, so a slow reader fills no memory."""
+    while offset < end:
+        piece = piece or (await _read_piece(request, path, offset))[0]
+        if not piece:
+            raise GuestFileError(f"{path} shrank while it was read", "EIO")
+        piece = piece[: end - offset]
+        offset += len(piece)
+        yield piece
+        piece = b""
 
 
 @router.post("/files", response_model=None)

@@ -17,7 +17,7 @@ from moonlet.sandbox.api import FileEvent, FileInfo
 from moonlet.sandbox.server.connect import ConnectError, StreamResponse, read_request, read_unary, timeout_s
 from moonlet.sandbox.server.schema import rfc3339
 from moonlet.sandbox.server.service import service_of
-from moonlet.sandbox.server.traffic import followed, guest_of, note, sandbox_id_of
+from moonlet.sandbox.server.traffic import followed, guest_of, note, sandbox_id_of, sandbox_of
 from moonlet.sandbox.server.watchers import GuestWatch
 
 router = APIRouter(prefix="/filesystem.Filesystem")
@@ -142,9 +142,9 @@ def _event_body(event: FileEvent) -> dict[str, Any]:
 
 
 async def _open_watch(request: Request, body: dict[str, Any]) -> GuestWatch:
-    manager, path = service_of(request).manager, guest_path(body.get("path"))
-    watch = GuestWatch(manager, sandbox_id_of(request), path, bool(body.get("recursive", False)))
-    await watch.open()
+    watch = GuestWatch(sandbox_of(request), guest_path(body.get("path")), bool(body.get("recursive", False)))
+    async with guest_of(request) as guest:
+        await watch.open(guest)
     return watch
 
 

@@ -10,21 +10,21 @@ from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
-from moonlet.errors import SandboxDiedError, SandboxError, SandboxTimeoutError
+from moonlet.errors import SandboxError
 from moonlet.sandbox.guest.client import Guest
 from moonlet.sandbox.guest.transcript import Poll
+from moonlet.sandbox.local import LocalSandbox
 from moonlet.sandbox.server.connect import ConnectError
 
 
-async def polls(manager: Any, sandbox_id: str, command_id: str, offsets: tuple[int, int]) -> AsyncGenerator[Poll]:
+async def polls(sandbox: LocalSandbox, command_id: str, offsets: tuple[int, int]) -> AsyncGenerator[Poll]:
     """Looks at a command from `offsets` on until it has ended and all is read. A pause only makes the next one wait."""
+
+    async def look(guest: Guest) -> Poll:
+        return await guest.poll(command_id, offsets)
+
     while True:
-        guest: Guest = await manager.running(sandbox_id)
-        try:
-            poll = await guest.poll(command_id, offsets)
-        except (SandboxDiedError, SandboxTimeoutError):
-            await manager.check_cut(sandbox_id, guest)
-            continue
+        poll = await sandbox.long_call(look)
         offsets = (offsets[0] + len(poll.stdout), offsets[1] + len(poll.stderr))
         yield poll
         if not poll.is_running and all(at >= kept for at, kept in zip(offsets, poll.kept, strict=True)):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
 from moonlet.errors import (
@@ -41,7 +41,7 @@ def failure_reason(error: BaseException) -> str:
 class Metrics:
     """One registry per service, so that two in one process do not mix."""
 
-    def __init__(self) -> None:
+    def __init__(self, num_reaped: Callable[[], int]) -> None:
         from prometheus_client import CollectorRegistry, Gauge, Histogram
         from prometheus_client import Counter as TotalCounter
 
@@ -60,6 +60,8 @@ class Metrics:
         self.lost_audit_lines = Gauge(
             "moonlet_sandbox_audit_lines_lost", "Audit lines that could not be written", registry=self.registry
         )
+        reaped = Gauge("moonlet_sandbox_reaped", "Leftovers that the reaper removed", registry=self.registry)
+        reaped.set_function(num_reaped)
         self._sandboxes = Gauge(
             "moonlet_sandboxes", "Sandboxes by state and backend", ["state", "backend"], registry=self.registry
         )

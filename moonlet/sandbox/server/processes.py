@@ -7,7 +7,7 @@ import binascii
 import signal
 from asyncio import timeout
 from collections.abc import AsyncGenerator, AsyncIterator
-from contextlib import aclosing
+from contextlib import AsyncExitStack, aclosing
 from dataclasses import replace
 from typing import Any
 
@@ -18,6 +18,7 @@ from moonlet.errors import GuestFileError, MoonletError
 from moonlet.sandbox.api import ProcessInfo
 from moonlet.sandbox.guest.client import Guest, GuestProcess
 from moonlet.sandbox.guest.transcript import Launch, new_command_id
+from moonlet.sandbox.local import LocalProcess
 from moonlet.sandbox.server.connect import (
     ConnectError,
     StreamResponse,
@@ -29,7 +30,7 @@ from moonlet.sandbox.server.connect import (
 from moonlet.sandbox.server.filesystem import guest_path
 from moonlet.sandbox.server.follow import events, polls
 from moonlet.sandbox.server.service import service_of
-from moonlet.sandbox.server.traffic import followed, guest_of, note, sandbox_id_of
+from moonlet.sandbox.server.traffic import followed, guest_of, note, sandbox_id_of, sandbox_of
 
 router = APIRouter(prefix="/process.Process")
 
@@ -94,7 +95,7 @@ async def _start_with_shell(guest: Guest, launch: Launch) -> GuestProcess:
 async def _follow(request: Request, process: GuestProcess, offsets: tuple[int, int]) -> AsyncGenerator[dict[str, Any]]:
     service, sandbox_id = service_of(request), sandbox_id_of(request)
     yield {"event": {"start": {"pid": process.pid, "moonlet": {"command_id": process.command_id}}}}
-    looks = polls(service.manager, sandbox_id, process.command_id, offsets)
+    looks = polls(sandbox_of(request), process.command_id, offsets)
     source = followed(request, events(looks, process.command_id.startswith(PTY_PREFIX)))
     async with service.followers.following(service.manager, sandbox_id, process.command_id), aclosing(source):
         async for event in source:
@@ -174,12 +175,12 @@ async def _write(
     request: Request, selector: dict[str, Any], data: bytes, limit_s: float | None, close: bool = False
 ) -> None:
     """Returns when the command has read nearly all. No lock is held meanwhile, so that the sandbox can be paused."""
-    manager, sandbox_id = service_of(request).manager, sandbox_id_of(request)
     try:
-        async with timeout(limit_s or INPUT_PATIENCE_S):
-            guest: Guest = await manager.running(sandbox_id)
-            process = await _selected(guest, selector)
-            await process.write_stdin(data, close=close)
+        async with timeout(limit_s or INPUT_PATIENCE_S), AsyncExitStack() as stack:
+            guest = await stack.enter_async_context(guest_of(request))
+            found = await _selected(guest, selector)
+            await stack.aclose()
+            await LocalProcess(sandbox_of(request), found.command_id, found.pid).write_stdin(data, close=close)
     except TimeoutError:
         raise ConnectError("deadline_exceeded", "the command did not read its input in time") from None
 

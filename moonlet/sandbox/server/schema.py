@@ -19,10 +19,11 @@ from moonlet.sandbox.api import Caps, FailReason, Limits, SandboxInfo, SandboxSp
 from moonlet.sandbox.server.config import ENVD_VERSION, ServerConfig
 
 OPTION_PREFIX = "moonlet."
+AUTO_RESUME = OPTION_PREFIX + "auto_resume"  # in the metadata of a sandbox that its traffic may wake
 _LIMITS: dict[str, type] = {"cpus": float} | {
     name: int for name in ("memory_bytes", "disk_bytes", "processes", "open_files", "output_bytes")
 }
-_OPTIONS = ("backend", "allow_hosts", "idle_pause_s", "ttl", *_LIMITS)
+_OPTIONS = ("backend", "allow_hosts", "idle_pause_s", "ttl", "auto_resume", *_LIMITS)
 _NEVER = datetime(9999, 1, 1, tzinfo=UTC)
 
 # E2B knows two states. A sandbox in transition is shown as what it was before the transition or will be after it,
@@ -98,7 +99,7 @@ def spec_of(body: NewSandbox, config: ServerConfig, default_ttl_s: float) -> San
         backend=options.get("backend", "auto"),
         limits=Limits(**limits),
         env=body.envVars,
-        metadata=body.metadata,
+        metadata=body.metadata | ({AUTO_RESUME: "1"} if body.autoResume and body.autoResume.enabled else {}),
         allow_hosts=tuple(dict.fromkeys(hosts)),
         ttl_s=None if options.get("ttl") == "none" else ttl_s,
         on_timeout="pause" if body.autoPause else "kill",

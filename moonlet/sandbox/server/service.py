@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from collections.abc import Coroutine
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from fastapi import Request
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel, ValidationError
+from starlette.requests import ClientDisconnect
 
 from moonlet.sandbox.server.answers import ApiError, describe_error, error_body
 from moonlet.sandbox.server.audit import AuditLog
@@ -21,6 +23,7 @@ from moonlet.sandbox.server.metrics import Metrics
 from moonlet.sandbox.server.watchers import Watchers
 
 Model = TypeVar("Model", bound=BaseModel)
+Result = TypeVar("Result")
 
 
 @dataclass
@@ -68,3 +71,24 @@ def peer_of(request: Request) -> str:
 
 def unauthorized(message: str) -> JSONResponse:
     return JSONResponse(error_body(401, message), 401)
+
+
+async def unless_gone(request: Request, work: Coroutine[Any, Any, Result]) -> Result:
+    """The result of `work`, which is cancelled if the client goes away: nobody would know what it made."""
+    task = asyncio.ensure_future(work)
+    gone = asyncio.ensure_future(_wait_gone(request))
+    try:
+        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ClientDisconnect
+        return task.result()
+    finally:
+        for each in (task, gone):
+            each.cancel()
+        await asyncio.gather(task, gone, return_exceptions=True)
+
+
+async def _wait_gone(request: Request) -> None:
+    """The body has been read, so nothing but the end of the connection can come."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass

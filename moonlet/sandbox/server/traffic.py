@@ -9,7 +9,9 @@ from typing import Any, TypeVar
 
 from fastapi import Request
 
+from moonlet.errors import SandboxNotFoundError
 from moonlet.sandbox.guest.client import Guest
+from moonlet.sandbox.local import LocalSandbox
 from moonlet.sandbox.server.connect import ConnectError
 from moonlet.sandbox.server.service import Service, peer_of, service_of
 
@@ -24,6 +26,11 @@ def sandbox_id_of(request: Request) -> str:
 def guest_of(request: Request) -> AbstractAsyncContextManager[Guest]:
     """The sandbox's agent for calls that end soon: a pause waits for the end of the block."""
     return service_of(request).manager.guest(sandbox_id_of(request))
+
+
+def sandbox_of(request: Request) -> LocalSandbox:
+    """The sandbox for calls that a pause may cut: they wait for the resume and go on."""
+    return LocalSandbox(service_of(request).manager, sandbox_id_of(request))
 
 
 def note(request: Request, action: str, **fields: Any) -> None:
@@ -53,6 +60,8 @@ async def followed(request: Request, source: AsyncIterator[Item]) -> AsyncGenera
                     item = finished.result()
                 except StopAsyncIteration:
                     return
+                except SandboxNotFoundError as error:
+                    raise _gone(service, sandbox_id_of(request), error) from error
                 yield item
             elif closing in done:
                 raise ConnectError("unavailable", "the service is stopping; the command goes on, connect to it again")
@@ -67,6 +76,13 @@ async def followed(request: Request, source: AsyncIterator[Item]) -> AsyncGenera
         close = getattr(source, "aclose", None)
         if close is not None:
             await close()
+
+
+def _gone(service: Service, sandbox_id: str, error: Exception) -> Exception:
+    """The error of a stream whose sandbox was destroyed; clients of E2B look for these words."""
+    if sandbox_id in service.manager.ids():
+        return error
+    return ConnectError("unavailable", f"The sandbox was not found: {error}")
 
 
 async def _next(source: AsyncIterator[Item]) -> Item:

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import secrets
 import uuid
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator
 from dataclasses import dataclass, field
-from typing import Any
 
-from moonlet.errors import SandboxDiedError, SandboxTimeoutError
+from moonlet.errors import SandboxError
 from moonlet.sandbox.api import FileEvent
 from moonlet.sandbox.guest.client import Guest
+from moonlet.sandbox.guest.stream import Reply
+from moonlet.sandbox.local import LocalSandbox
 from moonlet.sandbox.server.connect import ConnectError
 
 POLL_WAIT_S = 20.0
@@ -23,38 +25,35 @@ EVENT_KINDS = ("create", "write", "remove", "rename", "chmod")
 class GuestWatch:
     """A watch in the guest. It is the agent's, so it outlives a pause; only our call for its events is cut by one."""
 
-    def __init__(self, manager: Any, sandbox_id: str, path: str, recursive: bool) -> None:
-        self._manager, self._sandbox_id, self._path, self._recursive = manager, sandbox_id, path, recursive
+    def __init__(self, sandbox: LocalSandbox, path: str, recursive: bool) -> None:
+        self._sandbox, self._path, self._recursive = sandbox, path, recursive
         self._name = secrets.token_hex(8)
 
-    async def open(self) -> None:
+    async def open(self, guest: Guest) -> None:
         """Changes from now on are kept. Raises GuestFileError, ConnectError if it is no directory."""
-        async with self._manager.guest(self._sandbox_id) as guest:
-            if (await guest.stat(self._path)).kind == "file":
-                raise ConnectError("invalid_argument", f"{self._path} is not a directory")
-            await guest.stream.call("watch", watch=self._name, path=self._path, recursive=self._recursive)
+        if (await guest.stat(self._path)).kind == "file":
+            raise ConnectError("invalid_argument", f"{self._path} is not a directory")
+        await guest.stream.call("watch", watch=self._name, path=self._path, recursive=self._recursive)
 
     async def events(self) -> AsyncGenerator[FileEvent]:
-        guest: Guest | None = None
         try:
             while True:
-                guest = await self._manager.running(self._sandbox_id)
-                assert guest is not None
-                try:
-                    reply = await guest.stream.call(
-                        "changes", watch=self._name, wait_s=POLL_WAIT_S, timeout_s=POLL_WAIT_S + ANSWER_S
-                    )
-                except (SandboxDiedError, SandboxTimeoutError):
-                    await self._manager.check_cut(self._sandbox_id, guest)
-                    continue
+                reply = await self._sandbox.long_call(self._changes)
                 for item in reply.objects("events"):
                     if item.get("kind") in EVENT_KINDS:
                         yield FileEvent(str(item.get("path")), item["kind"])
                 if reply.flag("overflow"):
                     raise ConnectError("resource_exhausted", f"more changed below {self._path} than could be kept")
         finally:
-            if guest is not None:
-                guest.stream.post("unwatch", watch=self._name)
+            with contextlib.suppress(SandboxError):
+                await self._sandbox.long_call(self._close)
+
+    async def _changes(self, guest: Guest) -> Reply:
+        timeout_s = POLL_WAIT_S + ANSWER_S
+        return await guest.stream.call("changes", watch=self._name, wait_s=POLL_WAIT_S, timeout_s=timeout_s)
+
+    async def _close(self, guest: Guest) -> None:
+        guest.stream.post("unwatch", watch=self._name)
 
 
 @dataclass
