@@ -43,7 +43,7 @@ static void free_strings(strings *s) {
 static const char *build_env(const request *r, strings *env) {
     set_env(env, "PATH", "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin");
     set_env(env, "LANG", "C.UTF-8");
-    for (char **item = environ; *item; item++) {
+    for (char **item = environ; item && *item; item++) {
         char *copy = need(strdup(*item)), *text = strchr(copy, '=');
         if (text) *text = 0, set_env(env, copy, text + 1);
         free(copy);
