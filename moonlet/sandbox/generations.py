@@ -13,9 +13,10 @@ import asyncio
 import contextlib
 import ctypes
 import errno
+import itertools
 import os
+import secrets
 import shutil
-import stat
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -25,6 +26,7 @@ from moonlet.errors import StorageError
 
 TMP = ".tmp"
 _FEW_FILES = 64  # more than so many are flushed by one syncfs instead of one fsync each
+_NAMES_AT_ONCE = 4096
 _DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.EFBIG}
 
 _Result = TypeVar("_Result")
@@ -95,33 +97,78 @@ def check_space(folder: Path, needed_bytes: int, reserve_bytes: int) -> None:
 
 
 def folder_bytes(folder: Path) -> int:
-    """Bytes on the disk of all files below."""
+    """Bytes on the disk of all files below; what cannot be looked at is not counted."""
     total = 0
-    for parent, _, names in os.walk(folder):
-        for name in names:
-            with contextlib.suppress(OSError):
-                total += os.lstat(os.path.join(parent, name)).st_blocks * 512
+    pending = [str(folder)]
+    while pending:
+        with contextlib.suppress(OSError), os.scandir(pending.pop()) as entries:
+            for entry in entries:
+                with contextlib.suppress(OSError):
+                    total += entry.stat(follow_symlinks=False).st_blocks * 512
+                    if entry.is_dir(follow_symlinks=False):
+                        pending.append(entry.path)
     return total
 
 
 def remove_tree(folder: Path) -> None:
     """Remove all of it, folders without permissions too; nothing there is fine. Raises OSError if something stays.
 
-    Symbolic links are removed, never followed.
+    Symbolic links are removed, never followed. A guest may have made folders deeper than a path, or our stack, can be
+    long: subfolders are moved up until there are none.
     """
+    try:
+        top = _open_folder(str(folder), None)
+    except FileNotFoundError:
+        return
+    except NotADirectoryError:
+        os.unlink(folder)
+        return
+    try:
+        fresh = (f".{secrets.token_hex(8)}.{number}" for number in itertools.count())
+        while names := _some_names(top):
+            for name in names:
+                _take_apart(top, name, fresh)
+    finally:
+        os.close(top)
+    os.rmdir(folder)
 
-    def retry(work: Callable[..., Any], path: str, error: tuple[type, BaseException, Any]) -> None:
-        if isinstance(error[1], FileNotFoundError):
-            return
-        for name in (os.path.dirname(path), path):
-            if stat.S_ISDIR(os.lstat(name).st_mode):
-                os.chmod(name, 0o700)
-        if os.path.isdir(path) and not os.path.islink(path):
-            shutil.rmtree(path)
-        elif work not in (os.rmdir, os.scandir):
-            os.unlink(path)
 
-    shutil.rmtree(folder, onerror=retry)
+def _take_apart(top: int, name: str, fresh: Iterator[str]) -> None:
+    """Remove the file or folder `name` of the folder `top`; its subfolders become siblings of it."""
+    try:
+        os.unlink(name, dir_fd=top)
+        return
+    except IsADirectoryError:
+        folder = _open_folder(name, top)
+    try:
+        while names := _some_names(folder):
+            for inner in names:
+                try:
+                    os.unlink(inner, dir_fd=folder)
+                except IsADirectoryError:
+                    os.close(_open_folder(inner, folder))  # moving it takes the right to write into it
+                    os.rename(inner, next(fresh), src_dir_fd=folder, dst_dir_fd=top)
+    finally:
+        os.close(folder)
+    os.rmdir(name, dir_fd=top)
+
+
+def _open_folder(name: str, parent: int | None) -> int:
+    """Opened, with all rights for its owner. Raises NotADirectoryError for a link too."""
+    flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+    try:
+        handle = os.open(name, flags, dir_fd=parent)
+    except PermissionError:
+        os.chmod(name, 0o700, dir_fd=parent)
+        handle = os.open(name, flags, dir_fd=parent)
+    if os.fstat(handle).st_mode & 0o700 != 0o700:
+        os.fchmod(handle, 0o700)
+    return handle
+
+
+def _some_names(folder: int) -> list[str]:
+    with os.scandir(folder) as entries:
+        return [entry.name for entry in itertools.islice(entries, _NAMES_AT_ONCE)]
 
 
 def remake_folder(folder: Path) -> None:
@@ -149,26 +196,30 @@ def _flush(folder: Path) -> None:
     """Bring all files and folders below to the disk."""
     try:
         found = _files_and_folders(folder)
-        if len(found) <= _FEW_FILES:
+        if found is not None:
             for path in reversed(found):
                 _fsync(path)
             return
-    except PermissionError:  # the guest's modes forbid the owner to open it
-        pass
+    except OSError as error:  # the guest's modes forbid the owner to open it, or its path is too long
+        if error.errno not in (errno.EACCES, errno.ENAMETOOLONG):
+            raise
     _flush_file_system(folder)
 
 
-def _files_and_folders(folder: Path) -> list[Path]:
-    found, at = [folder], 0
-    while at < len(found):
-        if at == 0 or found[at].is_dir():
-            with os.scandir(found[at]) as entries:
-                found += [
-                    Path(entry.path)
-                    for entry in entries
-                    if entry.is_file(follow_symlinks=False) or entry.is_dir(follow_symlinks=False)
-                ]
-        at += 1
+def _files_and_folders(folder: Path) -> list[Path] | None:
+    """None if there are many."""
+    found = [folder]
+    pending = [folder]
+    while pending:
+        with os.scandir(pending.pop()) as entries:
+            for entry in entries:
+                if entry.is_dir(follow_symlinks=False):
+                    pending.append(Path(entry.path))
+                elif not entry.is_file(follow_symlinks=False):
+                    continue
+                found.append(Path(entry.path))
+                if len(found) > _FEW_FILES:
+                    return None
     return found
 
 
