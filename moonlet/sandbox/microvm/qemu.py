@@ -1,0 +1,179 @@
+"""The QEMU that is installed, and the command lines with which it is run."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from moonlet.errors import BackendUnavailableError
+from moonlet.sandbox.microvm.memory import RAM_FILE
+
+PROGRAM = "qemu-system-x86_64"
+PORT = "moonlet.agent"
+MARK = "guest=moonlet"
+DISK = "disk"  # the id of the drive
+ROOT_DEVICE = "/dev/vda"
+TRANSLATION_MIB = 32  # of code that emulation has translated; QEMU's default is a gigabyte for each machine
+KERNEL_THREADS = 96
+_LET_ALL_READ = (  # PR_SET_PTRACER, PR_SET_PTRACER_ANY: all processes of the same user
+    "import ctypes, os, sys; ctypes.CDLL(None).prctl(0x59616D61, ctypes.c_ulong(-1), 0, 0, 0); "
+    "os.execv(sys.argv[1], sys.argv[1:])"
+)
+Accel = Literal["kvm", "tcg"]
+
+
+@dataclass(frozen=True)
+class Qemu:
+    """`version` is the full one, with the distribution's revision: device states are exchanged between equals only."""
+
+    program: str
+    version: str
+    accel: Accel
+
+    @property
+    def cpu(self) -> str:
+        """Under emulation all that QEMU can emulate, which is the same on every host."""
+        return "max" if self.accel == "tcg" else "host"
+
+    @property
+    def identity(self) -> str:
+        """What must be the same where a saved machine goes on."""
+        host = f"-{processor_digest()}" if self.accel == "kvm" else ""
+        return f"QEMU {self.version} {self.accel}/{self.cpu}{host}"
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """What cannot change during the life of a machine, pauses included."""
+
+    ram_mib: int
+    cpus: int
+
+
+@dataclass(frozen=True)
+class Boot:
+    """What a machine needs that starts from nothing. `agent_args` are the arguments of /init."""
+
+    kernel: Path
+    initramfs: Path
+    agent_args: tuple[str, ...]
+    processes: int
+
+
+@dataclass(frozen=True)
+class Start:
+    """One start of a machine, in whose folder QEMU runs. Without `boot` it waits for a saved device state."""
+
+    label: str
+    id: str
+    hardware: Hardware
+    top_layer: str  # file name of the layer that is written to
+    boot: Boot | None = None
+    is_ram_shared: bool = False  # what the guest writes goes into the RAM file
+
+
+def find_qemu(accel: Accel) -> Qemu:
+    """Raises BackendUnavailableError where it is not installed."""
+    if platform.machine() != "x86_64":
+        raise BackendUnavailableError(f"virtual machines are made for x86_64 only, this is {platform.machine()}")
+    for tool, package in ((PROGRAM, "qemu-system-x86"), ("qemu-img", "qemu-utils"), ("mke2fs", "e2fsprogs")):
+        if not shutil.which(tool):
+            raise BackendUnavailableError(f"no program '{tool}': apt-get install --no-install-recommends {package}")
+    done = subprocess.run([PROGRAM, "--version"], capture_output=True, text=True, check=False, timeout=30)
+    found = re.search(r"version (\S.*)", done.stdout)
+    if not found:
+        raise BackendUnavailableError(f"'{PROGRAM} --version' fails: {(done.stderr or done.stdout).strip()[-300:]}")
+    return Qemu(shutil.which(PROGRAM) or PROGRAM, found[1].replace("(", "").replace(")", ""), accel)
+
+
+def mark(label: str, machine_id: str) -> str:
+    """The argument by which a machine is found in a list of all processes."""
+    return f"{MARK}/{label}/{machine_id}"
+
+
+def command(qemu: Qemu, start: Start, qmp_fd: int, agent_fd: int) -> list[str]:
+    """QEMU with neither network nor screen, in a seccomp sandbox that lets it start no process and become nobody else.
+
+    Both descriptors are of listening Unix sockets.
+    """
+    machine = (
+        "q35,memory-backend=ram,hpet=off,usb=off,vmport=off,sata=off,smbus=off,mem-merge=off,dump-guest-core=off,"
+        "suppress-vmdesc=on"
+    )
+    share = "on" if start.is_ram_shared else "off"
+    size = f"{start.hardware.ram_mib}M"
+    args = [qemu.program, "-name", mark(start.label, start.id), "-no-user-config", "-nodefaults", "-display", "none"]
+    args += ["-no-reboot", "-machine", machine, "-cpu", qemu.cpu, "-smp", str(start.hardware.cpus), "-m", size]
+    args += ["-accel", f"tcg,tb-size={TRANSLATION_MIB}" if qemu.accel == "tcg" else "kvm"]
+    args += ["-object", f"memory-backend-file,id=ram,size={size},mem-path={RAM_FILE},share={share},merge=off,dump=off"]
+    args += ["-chardev", f"socket,id=qmp,fd={qmp_fd},server=on,wait=off", "-mon", "chardev=qmp,mode=control"]
+    args += ["-chardev", f"socket,id=agent,fd={agent_fd},server=on,wait=off", "-device", "virtio-serial-pci"]
+    args += ["-device", f"virtserialport,chardev=agent,name={PORT}"]
+    args += ["-sandbox", "on,obsolete=deny,elevateprivileges=deny,spawn=deny,resourcecontrol=deny"]
+    for name in ("send-configuration", "send-section-footer", "store-global-state"):
+        args += ["-global", f"migration.{name}=off"]  # so that a state of devices alone can be read back
+    # What has not reached the disk is lost with the host only, and then this machine is lost anyway.
+    drive = f"file={start.top_layer},id={DISK},if=none,format=qcow2,cache=unsafe,discard=unmap"
+    args += ["-drive", drive, "-device", f"virtio-blk-pci,drive={DISK}"]
+    return args + (_boot_args(start.boot) if start.boot else ["-S", "-incoming", "defer", "-serial", "null"])
+
+
+def _boot_args(boot: Boot) -> list[str]:
+    """A console is written to a file during the first boot only: afterwards a guest could fill the host's disk with it."""
+    words = ["console=ttyS0", "quiet", "panic=-1", "mitigations=off", "oops=panic"]
+    words.append(f"moonlet.root={ROOT_DEVICE}")
+    if boot.processes:
+        words.append(f"sysctl.kernel.threads-max={boot.processes + KERNEL_THREADS}")  # rlimits do not bind root
+    words += ["--", *boot.agent_args]
+    append = " ".join(words)
+    return [
+        "-kernel",
+        str(boot.kernel),
+        "-initrd",
+        str(boot.initramfs),
+        "-append",
+        append,
+        "-serial",
+        "file:console.log",
+    ]
+
+
+def processor_digest() -> str:
+    """Of the host processor's model and instruction sets."""
+    wanted = ("vendor_id", "model name", "flags", "microcode")
+    lines = sorted({line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith(wanted)})
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:12]
+
+
+def readable_by_us(args: list[str]) -> list[str]:
+    """The command, if need be through a launcher that lets processes of this user read QEMU's memory.
+
+    Where Yama restricts that to parents, a service that was started anew could not save the machines of its predecessor.
+    Raises BackendUnavailableError where the system forbids it altogether.
+    """
+    try:
+        scope = int(Path("/proc/sys/kernel/yama/ptrace_scope").read_text())
+    except OSError:
+        scope = 0
+    if scope == 0 or (_has_ptrace_capability() and scope < 3):
+        return args
+    if scope > 1:
+        raise BackendUnavailableError(
+            f"kernel.yama.ptrace_scope is {scope}: the memory of machines cannot be saved; set it to 1 or 0"
+        )
+    return [sys.executable, "-I", "-S", "-c", _LET_ALL_READ, *args]
+
+
+def _has_ptrace_capability() -> bool:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("CapEff:"):
+            return bool(int(line.split()[1], 16) >> 19 & 1)
+    return os.geteuid() == 0
