@@ -32,14 +32,15 @@ SPEC = SandboxSpec()
 def test_a_lease_is_a_machine_until_its_end() -> None:
     async def run() -> None:
         host = ScriptedHost()
-        async with Pool(host.create, PoolConfig(warm=0)) as pool:
-            async with pool.lease(SPEC) as lease:
+        async with Pool(host.create, PoolConfig(warm=0, name="rollouts")) as pool:
+            async with pool.lease(replace(SPEC, metadata={"task": "7"})) as lease:
                 assert (await lease.sandbox.exec("true")).exit_code == 0
                 assert pool.stats().running == pool.stats().alive == 1
             assert not host.alive
             with pytest.raises(SandboxStateError, match="async with"):
                 _ = lease.sandbox
         assert host.specs[0].on_timeout == "kill" and host.specs[0].ttl_s == PoolConfig.orphan_ttl_s
+        assert host.specs[0].metadata == {"task": "7", "moonlet.pool": "rollouts"}
 
     run_virtually(run())
 

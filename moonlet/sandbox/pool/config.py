@@ -18,7 +18,8 @@ class PoolConfig:
     A machine that fails for reasons of infrastructure is made anew, `max_attempts` times in all; over the pool's life at
     most the share `retry_share` of the leases may be such repetitions, so that a broken host is noticed.
 
-    Machines end `orphan_ttl_s` after a pool that was killed.
+    Machines end `orphan_ttl_s` after a pool that was killed. Paused ones do not end on their own in a service: they carry
+    the metadata `moonlet.pool` with the `name` of the pool, by which `moonlet sandbox rm --metadata` finds them.
     """
 
     max_running: int = 8
@@ -29,6 +30,7 @@ class PoolConfig:
     orphan_ttl_s: float = 180.0
     max_attempts: int = 3
     retry_share: float = 0.2
+    name: str = "pool"
 
     def __post_init__(self) -> None:
         if not 1 <= self.max_running <= self.max_alive:

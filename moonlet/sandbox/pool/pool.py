@@ -17,13 +17,16 @@ import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import asdict, replace
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from moonlet.errors import MoonletError, SandboxDiedError, SandboxError, SandboxNotFoundError, SandboxStateError
 from moonlet.sandbox.api import Sandbox, SandboxSpec
 from moonlet.sandbox.pool.config import PoolConfig, PoolStats
 from moonlet.sandbox.pool.gate import Gate
 from moonlet.sandbox.pool.workshop import INFRASTRUCTURE, CreateSandbox, Kind, Machine, Setup, Workshop, closed
+
+if TYPE_CHECKING:
+    from moonlet.sandbox.manager import Manager
 
 log = logging.getLogger(__name__)
 
@@ -34,16 +37,17 @@ _PAUSE_AGAIN_S = 5.0  # a machine whose pause failed is left alone for so long
 
 
 class Pool:
-    """Leases sandboxes that `create` makes from a spec (`Sandbox.create`, or that of a `hosts.Cluster`).
+    """Leases sandboxes of a manager, or those that a function makes (`Sandbox.create`, or that of a `hosts.Cluster`).
 
     `async with Pool(Sandbox.create, PoolConfig(max_running=4)) as pool: async with pool.lease(spec) as lease: ...`
 
     `ttl_s` and `on_timeout` of a spec are replaced: a machine lives as long as its lease and its pool.
     """
 
-    def __init__(self, create: CreateSandbox, config: PoolConfig | None = None) -> None:
+    def __init__(self, sandboxes: Manager | CreateSandbox, config: PoolConfig | None = None) -> None:
         self.config = config or PoolConfig()
         self._closing = asyncio.Event()
+        create = sandboxes if callable(sandboxes) else _creator(sandboxes)
         self._workshop = Workshop(create, self.config, self._closing)
         self._alive = Gate(self.config.max_alive, self._dispatch, self._offer)
         self._turns = Gate(self.config.max_running, self._dispatch, self._offer)
@@ -249,7 +253,8 @@ class Pool:
         except Exception as error:
             # Whoever leases this kind next meets the error itself.
             kind.may_spare = False
-            log.warning("pool: a spare of template %s could not be made: %s", kind.spec.template, error)
+            if not self._closing.is_set():
+                log.warning("pool: a spare of template %s could not be made: %s", kind.spec.template, error)
             return
         finally:
             kind.num_making -= 1
@@ -352,6 +357,8 @@ class Pool:
         except (SandboxNotFoundError, SandboxDiedError):
             if machine in machine.kind.spares:
                 self._retire(machine)
+        except SandboxStateError:
+            return  # some services prolong only what runs
         except Exception as error:
             log.warning("pool: heartbeat of sandbox %s: %s", machine.sandbox.id, error)
 
@@ -362,6 +369,15 @@ class Pool:
         task.add_done_callback(self._tasks.discard)
         task.add_done_callback(lambda done: done.cancelled() or done.exception())  # who waits for it reports it
         return task
+
+
+def _creator(manager: Manager) -> CreateSandbox:
+    from moonlet.sandbox.local import LocalSandbox
+
+    async def create(spec: SandboxSpec) -> Sandbox:
+        return LocalSandbox(manager, (await manager.create(spec)).id)
+
+    return create
 
 
 class Lease:

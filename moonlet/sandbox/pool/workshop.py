@@ -25,6 +25,7 @@ log = logging.getLogger(__name__)
 CreateSandbox = Callable[[SandboxSpec], Awaitable[Sandbox]]
 Setup = Callable[[Sandbox], Awaitable[None]]
 
+POOL_METADATA = "moonlet.pool"
 INFRASTRUCTURE = (SandboxTimeoutError, SandboxDiedError, SandboxLimitError)  # worth another try
 _FREE_RETRIES = 10  # allowed before the share of leases counts
 _DESTROY_ATTEMPTS = 3
@@ -119,7 +120,8 @@ class Workshop:
 
     async def _create_one(self, spec: SandboxSpec) -> Sandbox:
         """Create, waiting as long as the service says that it is full."""
-        own = replace(spec, ttl_s=self._config.orphan_ttl_s, on_timeout="kill")
+        metadata = {**spec.metadata, POOL_METADATA: self._config.name}
+        own = replace(spec, ttl_s=self._config.orphan_ttl_s, on_timeout="kill", metadata=metadata)
         while not self._closing.is_set():
             try:
                 sandbox = await self._create(own)
