@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+from fastapi import FastAPI
 from sandbox.scripted_backend import ScriptedBackend
 
 from moonlet.sandbox.backend import Backend
@@ -42,7 +43,7 @@ class ServiceThread:
         try:
             self.loop, self.stop = asyncio.get_running_loop(), asyncio.Event()
             async with Manager(self._config, backends={self.backend.name: self.backend}) as self.manager:
-                await serve_manager(self.manager, self._server_config, self.stop, self._started.set_result)
+                await serve_manager(self.manager, self._server_config, self.stop, self._note)
                 if not self.pauses:
                     infos = await self.manager.list()
                     await asyncio.gather(*(self.manager.destroy(info.id) for info in infos), return_exceptions=True)
@@ -50,6 +51,14 @@ class ServiceThread:
             if self._started.done():
                 raise
             self._started.set_exception(error)
+
+    def _note(self, url: str, app: FastAPI) -> None:
+        self.app = app
+        self._started.set_result(url)
+
+    def open_streams(self) -> int:
+        """Streams that the service holds open now."""
+        return sum(self.app.state.service.streams.values())
 
     def __enter__(self) -> ServiceThread:
         self._thread.start()

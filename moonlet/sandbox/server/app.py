@@ -227,7 +227,10 @@ class Dispatcher:
 
 
 # -- as a process -----------------------------------------------------------------------------------------------------
-async def serve(config: ServerConfig, started: Callable[[str], None] | None = None) -> None:
+Started = Callable[[str, FastAPI], None]
+
+
+async def serve(config: ServerConfig, started: Started | None = None) -> None:
     """Serve until SIGINT or SIGTERM, then pause what runs. `started` is told the URL once it is listened on.
 
     Raises StorageError if the address cannot be had, SandboxStateError if another service has the state directory.
@@ -248,7 +251,7 @@ async def serve(config: ServerConfig, started: Callable[[str], None] | None = No
 
 
 async def serve_manager(
-    manager: Any, config: ServerConfig, stop: asyncio.Event, started: Callable[[str], None] | None = None
+    manager: Any, config: ServerConfig, stop: asyncio.Event, started: Started | None = None
 ) -> None:
     """Serve over a manager that somebody else opened and closes, until `stop` is set."""
     app = build_app(manager, config)
@@ -261,7 +264,7 @@ async def serve_manager(
     try:
         _write_note(note, url)
         if started is not None:
-            started(url)
+            started(url, app)
         await server.serve(sockets=[listener])
     finally:
         stopping.cancel()

@@ -17,7 +17,7 @@ class Bounds:
     """What one client may ask for. Sizes in bytes."""
 
     json_bytes: int = 1 << 20  # a body of the control API
-    message_bytes: int = 4 << 20  # one message of the processes and files API; files themselves have no bound
+    message_bytes: int = 8 << 20  # one message of the processes and files API; files themselves have no bound
     metadata_entries: int = 128
     env_entries: int = 1024
     fork_count: int = 64

@@ -14,7 +14,7 @@ from urllib.parse import parse_qsl, unquote
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 
-from moonlet.errors import SandboxError, SandboxNotFoundError, SandboxStateError
+from moonlet.errors import SandboxError, SandboxNotFoundError, SandboxStateError, TemplateError
 from moonlet.sandbox.api import SandboxInfo, State
 from moonlet.sandbox.server import schema
 from moonlet.sandbox.server.answers import ApiError, describe_error
@@ -333,13 +333,16 @@ def _template_body(template: Any) -> dict[str, Any]:
 @router.delete("/templates/{template_id:path}", response_model=None)
 async def delete_template(request: Request, template_id: str) -> Response:
     """Deletes a snapshot too: to E2B a snapshot is a template."""
-    service = service_of(request)
+    manager = service_of(request).manager
     try:
-        await service.manager.delete_snapshot(template_id)
+        await manager.delete_snapshot(template_id)
     except SandboxNotFoundError:
-        if not hasattr(service.manager.templates, "remove"):
+        if not hasattr(manager.templates, "remove"):
             raise
-        await _maybe_async(service.manager.templates.remove, template_id)
+        try:
+            await _maybe_async(manager.templates.remove, template_id)
+        except TemplateError as error:
+            raise ApiError(404, str(error)) from None
     _note(request, "delete_template", "", template=template_id)
     return Response(status_code=204)
 

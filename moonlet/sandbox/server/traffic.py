@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 from fastapi import Request
 
 from moonlet.errors import SandboxNotFoundError
+from moonlet.sandbox.api import State
 from moonlet.sandbox.guest.client import Guest
 from moonlet.sandbox.local import LocalSandbox
 from moonlet.sandbox.server.connect import ConnectError
@@ -80,7 +81,8 @@ async def followed(request: Request, source: AsyncIterator[Item]) -> AsyncGenera
 
 def _gone(service: Service, sandbox_id: str, error: Exception) -> Exception:
     """The error of a stream whose sandbox was destroyed; clients of E2B look for these words."""
-    if sandbox_id in service.manager.ids():
+    manager = service.manager
+    if sandbox_id in manager.ids() and manager.peek(sandbox_id).state is not State.KILLING:
         return error
     return ConnectError("unavailable", f"The sandbox was not found: {error}")
 
