@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import urlencode, urlsplit
 
 from moonlet.errors import (
     BackendUnavailableError,
@@ -140,6 +140,21 @@ class RemoteService:
 
     async def request(self, method: str, path: str, body: Any = None) -> Any:
         return self._checked(*await self._control(method, path, body, True))
+
+    async def pages(self, path: str, query: Mapping[str, str]) -> AsyncIterator[Any]:
+        """The entries of a list that comes in pages."""
+        token = ""
+        while True:
+            parameters = urlencode({**query, "nextToken": token} if token else query)
+            response = await self._send("GET", f"{self.url}{path}?{parameters}", self._headers, None, _RETRIED)
+            answer = _parsed(response.content)
+            if response.status_code >= 400:
+                raise _error_of(response.status_code, answer if isinstance(answer, dict) else {})
+            for entry in answer or []:
+                yield entry
+            token = response.headers.get("x-next-token", "")
+            if not token:
+                return
 
     def _checked(self, status: int, answer: dict[str, Any]) -> Any:
         if status >= 400:
