@@ -43,6 +43,7 @@ from moonlet.sandbox.lifecycle.machines import close_guest, ensure_alive, read_l
 from moonlet.sandbox.lifecycle.pausing import extend, pause, resume
 from moonlet.sandbox.lifecycle.recovery import recover
 from moonlet.sandbox.lifecycle.timers import Timers
+from moonlet.sandbox.network import Denied
 from moonlet.sandbox.reaper import reap, reap_for_ever
 from moonlet.sandbox.records import CreateKey, Records, SnapshotInfo
 from moonlet.sandbox.settings import ServiceConfig
@@ -273,9 +274,14 @@ class Manager:
         return await in_thread(read_logs, self._box(sandbox_id))
 
     def env(self, sandbox_id: str) -> dict[str, str]:
-        """Environment of every command: that of the template, then that of the spec."""
+        """Environment of every command: that of the template, the way to the proxy, then that of the spec."""
         box = self._box(sandbox_id)
-        return {**(box.template.env if box.template else {}), **box.row.spec.env}
+        template = box.template.env if box.template else {}
+        return {**template, **(box.proxy.env if box.proxy else {}), **box.row.spec.env}
+
+    def on_denied(self, call: Callable[[str, Denied], None]) -> None:
+        """`call` gets (sandbox, what was refused) whenever a sandbox asks for a host that it may not reach."""
+        self._core.on_denied = call
 
     # -- transitions --------------------------------------------------------------------------------------------------
     async def pause(self, sandbox_id: str) -> SandboxInfo:

@@ -136,22 +136,28 @@ class _Embedded:
         return await asyncio.shield(self._opened)
 
     async def _keep(self) -> None:
+        manager = _new_manager(self.folder)
         try:
             await reap_dead_processes(self.folder.parent)
-            async with contextlib.AsyncExitStack() as stack:
-                manager = await stack.enter_async_context(_new_manager(self.folder))
-                stack.push_async_callback(_destroy_all, manager)
-                self._opened.set_result(manager)
-                await asyncio.Event().wait()
+            await manager.__aenter__()
         except BaseException as error:
-            if self._opened.done():
-                raise
-            self._opened.set_exception(
-                error if isinstance(error, Exception) else SandboxStateError("the loop has ended")
-            )
-        finally:
-            _embedded.pop(asyncio.get_running_loop(), None)
-            await in_thread(remove_tree, self.folder)
+            await self._let_go()
+            reason = error if isinstance(error, Exception) else SandboxStateError("the event loop has ended")
+            self._opened.set_exception(reason)
+            self._opened.exception()  # seen, also if nobody waits for it
+            return
+        self._opened.set_result(manager)
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:  # nothing else: a loop that is only dropped cannot wait for anything any more
+            await _destroy_all(manager)
+            await manager.close()
+            await self._let_go()
+            raise
+
+    async def _let_go(self) -> None:
+        _embedded.pop(asyncio.get_running_loop(), None)
+        await in_thread(remove_tree, self.folder)
 
     async def close(self) -> None:
         """Destroy all and go."""

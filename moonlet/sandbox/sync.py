@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
-from collections.abc import AsyncIterator, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, TypeVar
@@ -57,7 +58,24 @@ class _Loop:
             if self._loop is None:
                 self._loop = asyncio.new_event_loop()
                 threading.Thread(target=self._loop.run_forever, name="moonlet-sandboxes", daemon=True).start()
+                _before_exit(self._finish)
             return self._loop
+
+    def _finish(self) -> None:
+        """At the end of the process: destroy what still lives, as the end of `asyncio.run` does."""
+        from moonlet.sandbox.opening import close_embedded
+
+        with contextlib.suppress(TimeoutError):
+            asyncio.run_coroutine_threadsafe(close_embedded(), self._running()).result(_CANCEL_S)
+
+
+def _before_exit(call: Callable[[], None]) -> None:
+    """Have `call` run when the main thread has ended. At `atexit` the loop could not use threads any more, so the hook of
+    `concurrent.futures` is taken where there is one; otherwise the process that `opening` starts at exit does the work.
+    """
+    register = getattr(threading, "_register_atexit", None)
+    if register is not None:
+        register(call)
 
 
 _loop = _Loop()

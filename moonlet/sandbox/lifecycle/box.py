@@ -18,6 +18,7 @@ from moonlet.sandbox.records import SandboxRow
 
 if TYPE_CHECKING:
     from moonlet.sandbox.guest.client import Guest
+    from moonlet.sandbox.network import NetworkProxy
 
 ACTIVE = {
     State.CREATING,
@@ -41,6 +42,7 @@ class Box:
         self.template: Template | None = None
         self.machine: Machine | None = None
         self.guest: Guest | None = None
+        self.proxy: NetworkProxy | None = None
         self.watcher: asyncio.Task[None] | None = None
         self.release_template: Callable[[], None] | None = None
         self.usage = Usage()  # as it was last looked at

@@ -26,6 +26,7 @@ from moonlet.sandbox.backend import Backend, Probe, Template
 from moonlet.sandbox.choose import effective_strength
 from moonlet.sandbox.generations import settled
 from moonlet.sandbox.lifecycle.box import Box
+from moonlet.sandbox.network import Denied
 from moonlet.sandbox.readers_writer import ReadersWriter
 from moonlet.sandbox.records import Records, SandboxRow, SnapshotInfo
 from moonlet.sandbox.settings import ServiceConfig
@@ -73,6 +74,7 @@ class Core:
         self.snapshots: dict[str, SnapshotInfo] = {}
         self.busy: Counter[str] = Counter()  # ids of snapshots that are being written or used
         self.num_reaped = 0
+        self.on_denied: Callable[[str, Denied], None] | None = None
         self._chosen: set[str] = set()
         self.records: Records
         self.gate = ReadersWriter()  # starts of machines are readers, sweeps are writers
@@ -219,6 +221,13 @@ class Core:
                 "which cannot read it: install that version again, or make a new sandbox"
             )
         return backend
+
+    # -- network --------------------------------------------------------------------------------------------------------
+    def deny(self, sandbox_id: str, denied: Denied) -> None:
+        """A sandbox asked for a host that it may not reach."""
+        log.warning("sandbox %s: refused %s:%d: %s", sandbox_id, denied.host, denied.port, denied.reason)
+        if self.on_denied is not None:
+            self.on_denied(sandbox_id, denied)
 
     # -- tasks --------------------------------------------------------------------------------------------------------
     def spawn(self, work: Any, name: str) -> asyncio.Task[Any]:

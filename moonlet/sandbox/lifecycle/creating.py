@@ -8,7 +8,7 @@ import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from moonlet.errors import ConfigError, SandboxStateError
+from moonlet.errors import BackendUnavailableError, ConfigError, SandboxStateError
 from moonlet.sandbox.api import SandboxSpec, State
 from moonlet.sandbox.backend import Probe
 from moonlet.sandbox.generations import in_thread, remove_tree, settled
@@ -16,6 +16,7 @@ from moonlet.sandbox.lifecycle.box import Box
 from moonlet.sandbox.lifecycle.copying import collect_snapshots, fetch
 from moonlet.sandbox.lifecycle.core import Core
 from moonlet.sandbox.lifecycle.machines import let_go, start_machine, watch
+from moonlet.sandbox.network import AllowList
 from moonlet.sandbox.records import CreateKey, SandboxRow, SnapshotInfo
 
 log = logging.getLogger(__name__)
@@ -35,11 +36,13 @@ class Plan:
 async def make_plan(core: Core, spec: SandboxSpec) -> Plan:
     """Raises TemplateError, BackendUnavailableError, SandboxStateError (snapshot of another version), ConfigError."""
     check_ttl(core, spec.ttl_s)
+    AllowList(spec.allow_hosts)  # a wrong entry is refused before anything is made
     snapshot = core.snapshot(spec.template) or await fetch(core, spec.template)
     if snapshot is not None:
         return await _plan_from_snapshot(core, spec, snapshot)
     template = await core.templates.resolve(spec.template)
     backend, probe = await core.choose_backend(spec.backend)
+    _check_network(spec, probe)
     await backend.prepare(template, spec.limits, _log_progress)
     return Plan(spec, backend.name, probe, template.id)
 
@@ -53,8 +56,16 @@ async def _plan_from_snapshot(core: Core, spec: SandboxSpec, snapshot: SnapshotI
     backend = await core.matching_backend(snapshot.backend, snapshot.version, f"snapshot {snapshot.id}")
     if snapshot.caps.fork_processes:  # the size of a machine that runs already cannot be chosen
         spec = replace(spec, limits=snapshot.spec.limits)
-    env = {**snapshot.spec.env, **spec.env}
-    return Plan(replace(spec, env=env), backend.name, await backend.probe(), snapshot.template_id, snapshot)
+    env, probe = {**snapshot.spec.env, **spec.env}, await backend.probe()
+    _check_network(spec, probe)
+    return Plan(replace(spec, env=env), backend.name, probe, snapshot.template_id, snapshot)
+
+
+def _check_network(spec: SandboxSpec, probe: Probe) -> None:
+    if spec.allow_hosts and probe.caps is not None and not probe.caps.network:
+        raise BackendUnavailableError(
+            f"sandboxes of the backend {probe.backend} have no network at all here: leave out allow_hosts, or take another"
+        )
 
 
 def check_ttl(core: Core, ttl_s: float | None) -> None:

@@ -18,9 +18,11 @@ from moonlet.sandbox.guest.client import Guest
 from moonlet.sandbox.guest.stream import GuestStream
 from moonlet.sandbox.lifecycle.box import Box
 from moonlet.sandbox.lifecycle.core import Core
+from moonlet.sandbox.network import AllowList, NetworkProxy
 
 _HELLO_S = 10.0  # a machine that has run before answers by then, or it is taken for dead
 _LOG_BYTES = 256 << 10
+_closing: set[asyncio.Task[None]] = set()  # so that they are not collected before they end
 
 log = logging.getLogger(__name__)
 
@@ -55,17 +57,26 @@ async def start_machine(core: Core, box: Box, image: Path | None) -> None:
                     box.machine = await backend.launch(spec, box.live)
                 else:
                     box.machine = await backend.restore(spec, box.live, image)
-                await open_guest(box, core.config.create_timeout_s, is_fresh=image is None)
+                await open_guest(core, box, core.config.create_timeout_s, is_fresh=image is None)
                 await refresh(box)
         except BaseException:
             await settled(asyncio.ensure_future(let_go(box)))
             raise
 
 
-async def open_guest(box: Box, timeout_s: float = _HELLO_S, *, is_fresh: bool = False) -> None:
-    """`is_fresh`: nobody spoke with this agent before."""
+async def open_guest(core: Core, box: Box, timeout_s: float = _HELLO_S, *, is_fresh: bool = False) -> None:
+    """Speak with the agent, and let the guest reach the hosts that it may. `is_fresh`: nobody spoke with it before."""
     assert box.machine is not None
-    box.guest = Guest(await GuestStream.open(box.machine.endpoint(), timeout_s=timeout_s, is_fresh=is_fresh))
+    stream = await GuestStream.open(box.machine.endpoint(), timeout_s=timeout_s, is_fresh=is_fresh)
+    try:
+        if box.row.spec.allow_hosts:
+            allow = AllowList(box.row.spec.allow_hosts)
+            box.proxy = NetworkProxy(stream, allow, on_denied=lambda denied: core.deny(box.id, denied))
+            await box.proxy.start()
+    except BaseException:
+        stream.close()
+        raise
+    box.guest = Guest(stream)
     box.announce()
 
 
@@ -77,11 +88,16 @@ async def refresh(box: Box) -> None:
 
 
 def close_guest(box: Box) -> None:
-    """Calls in flight end with SandboxDiedError."""
+    """Calls in flight end with SandboxDiedError, connections of the guest are cut."""
     guest, box.guest = box.guest, None
+    proxy, box.proxy = box.proxy, None
     box.announce()
     if guest is not None:
         guest.stream.close()
+    if proxy is not None:
+        task = asyncio.ensure_future(proxy.close())
+        _closing.add(task)
+        task.add_done_callback(_closing.discard)
 
 
 async def stop_watching(box: Box) -> None:
@@ -161,7 +177,7 @@ async def ensure_alive(core: Core, box: Box) -> None:
             await box.guest.usage()
         except (SandboxDiedError, SandboxTimeoutError):
             close_guest(box)
-            await open_guest(box)
+            await open_guest(core, box)
     except Exception as error:
         log.error("sandbox %s: its machine does not go on: %s", box.id, error)
         await fail(core, box, error_reason(error))

@@ -104,7 +104,7 @@ async def resume(core: Core, box: Box, ttl_s: float | None) -> None:
     async with box.lock.write():
         try:
             if box.machine is not None:
-                await _thaw(box)
+                await _thaw(core, box)
             else:
                 what = f"sandbox {box.id}"
                 await core.matching_backend(box.row.backend, box.row.version, what)
@@ -117,10 +117,10 @@ async def resume(core: Core, box: Box, ttl_s: float | None) -> None:
             raise
 
 
-async def _thaw(box: Box) -> None:
+async def _thaw(core: Core, box: Box) -> None:
     assert box.machine is not None
     await box.machine.thaw()
-    await open_guest(box)
+    await open_guest(core, box)
     await refresh(box)
 
 

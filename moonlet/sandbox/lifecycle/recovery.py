@@ -92,7 +92,7 @@ async def _take_up(core: Core, box: Box) -> None:
         await _attach(core, box)
         assert box.machine is not None
         await box.machine.thaw()
-        await open_guest(box)
+        await open_guest(core, box)
     except Exception as error:
         await _lost(core, box, error)
         return
