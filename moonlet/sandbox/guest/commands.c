@@ -18,6 +18,9 @@
 #define DRAIN_BYTES (1 << 20)
 #define SETTLE_MS 50 /* the kernel delivers what was written to a terminal a little later */
 #define LIST_BYTES (256 << 10)
+#define MAX_ENDED 256                /* of those that ended a while ago, only so many are remembered, */
+#define MAX_ENDED_BYTES (64 << 20)   /* with so much output */
+#define RECENT_MS 60000
 
 typedef enum { POLL, STDIN, KILL } waiting_for;
 
@@ -212,6 +215,7 @@ static void kill_tree(command *c) {
 
 static void on_exit_status(command *c, int status) {
     c->exited = true;
+    c->exited_at = now_ms();
     c->status = status;
     c->deadline = NO_DEADLINE;
     drain_both(c);
@@ -275,16 +279,15 @@ static void on_input(void *owner, int fd, short events) {
     if (c->input != fd) return;
     while (c->pending_sent < c->pending.size) {
         ssize_t n = write(fd, c->pending.data + c->pending_sent, c->pending.size - c->pending_sent);
-        if (n < 0 && (errno == EAGAIN || errno == EINTR)) return;
+        if (n < 0 && (errno == EAGAIN || errno == EINTR)) break;
         if (n < 0) {
             close_fd(&c->input);
             return;
         }
         c->pending_sent += (size_t)n;
     }
-    c->pending_sent = c->pending.size = 0;
-    buffer_free(&c->pending);
-    if (c->close_input) close_fd(&c->input);
+    buffer_trim(&c->pending, &c->pending_sent);
+    if (c->close_input && !c->pending.size) close_fd(&c->input);
 }
 
 void commands_want(void) {
@@ -297,6 +300,23 @@ void commands_want(void) {
         if (c->settle_at != NO_DEADLINE) due(c->settle_at);
     }
     answer_waiters(now_ms());
+}
+
+/* A host that never reaps must not make the agent grow without end. */
+static void forget_oldest(int64_t now) {
+    size_t bytes = 0;
+    int count = 0;
+    for (const command *c = commands; c; c = c->next) {
+        if (c->forgotten || !has_ended(c)) continue;
+        bytes += c->out[0].kept.size + c->out[1].kept.size;
+        count++;
+    }
+    for (command *c = commands; c && (count > MAX_ENDED || bytes > MAX_ENDED_BYTES); c = c->next) {
+        if (c->forgotten || !has_ended(c) || now - c->exited_at < RECENT_MS) continue;
+        bytes -= c->out[0].kept.size + c->out[1].kept.size;
+        count--;
+        forget(c, ESRCH, "the command was forgotten");
+    }
 }
 
 void commands_tick(int64_t now) {
@@ -316,6 +336,7 @@ void commands_tick(int64_t now) {
         }
     }
     answer_waiters(now);
+    forget_oldest(now);
 }
 
 void commands_shift(int64_t by_ms) {

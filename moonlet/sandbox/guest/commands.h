@@ -28,7 +28,7 @@ typedef struct command {
     struct command *next;
     char *name, *tag;
     buffer argv; /* JSON, cut short */
-    int64_t serial, start_id, deadline, settle_at;
+    int64_t serial, start_id, deadline, settle_at, exited_at;
     pid_t pid, supervisor;
     int control, input;    /* -1: closed */
     output out[2];         /* of a terminal only the first */

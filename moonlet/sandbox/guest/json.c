@@ -51,6 +51,18 @@ void buffer_print(buffer *b, const char *format, ...) {
     b->size += (size_t)size;
 }
 
+void buffer_trim(buffer *b, size_t *sent) {
+    if (*sent == b->size) {
+        buffer_free(b);
+    } else if (*sent > b->size / 2) {
+        memmove(b->data, b->data + *sent, b->size - *sent);
+        b->size -= *sent;
+    } else {
+        return;
+    }
+    *sent = 0;
+}
+
 void buffer_free(buffer *b) {
     free(b->data);
     *b = (buffer){0};

@@ -15,6 +15,7 @@ void buffer_reserve(buffer *b, size_t more);
 void buffer_add(buffer *b, const void *data, size_t size);
 void buffer_print(buffer *b, const char *format, ...) __attribute__((format(printf, 2, 3)));
 void buffer_string(buffer *b, const char *text, size_t size); /* a JSON string, with its quotes */
+void buffer_trim(buffer *b, size_t *sent);                     /* forgets what was sent once it is worth the copying */
 void buffer_free(buffer *b);
 void *need(void *memory); /* ends the agent if an allocation failed */
 

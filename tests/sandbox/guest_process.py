@@ -1,0 +1,90 @@
+"""A guest agent as an ordinary process with a home of its own, for the tests of the agent and of what speaks with it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+from moonlet.sandbox.guest.build import guest_binary
+from moonlet.sandbox.guest.client import Guest
+from moonlet.sandbox.guest.stream import FifoPair, GuestStream
+
+
+class GuestProcessOfOurs:
+    """Speaks over two named pipes in `folder`; `home` is its working directory."""
+
+    def __init__(self, folder: Path, *options: str, binary: Path | None = None) -> None:
+        self.home = folder / "home"
+        self.home.mkdir(parents=True)
+        self.endpoint = FifoPair(folder / "to_guest", folder / "from_guest")
+        os.mkfifo(self.endpoint.to_guest)
+        os.mkfifo(self.endpoint.from_guest)
+        ends = [os.open(path, os.O_RDWR) for path in (self.endpoint.to_guest, self.endpoint.from_guest)]
+        try:
+            self.process = subprocess.Popen(
+                [binary or guest_binary(), "--home", self.home, *options],
+                stdin=ends[0],
+                stdout=ends[1],
+                start_new_session=True,
+            )
+        finally:
+            for end in ends:
+                os.close(end)
+
+    async def open(self) -> Guest:
+        return Guest(await GuestStream.open(self.endpoint, timeout_s=30))
+
+    def end(self) -> int:
+        """Its exit status, asked to stop if it still runs."""
+        self.process.terminate()
+        return self.process.wait(timeout=30)
+
+
+@asynccontextmanager
+async def running_guest(folder: Path, *options: str, binary: Path | None = None) -> AsyncIterator[Guest]:
+    """An agent and the client of it; both are gone afterwards."""
+    process = GuestProcessOfOurs(folder, *options, binary=binary)
+    try:
+        guest = await process.open()
+        try:
+            yield guest
+        finally:
+            guest.stream.close()
+    finally:
+        assert process.end() == 0
+
+
+def with_guest(folder: Path, work: Callable[[Guest], Awaitable[None]], *options: str) -> None:
+    """Run `work` on a fresh agent."""
+
+    async def run() -> None:
+        async with running_guest(folder, *options) as guest:
+            await work(guest)
+
+    asyncio.run(run())
+
+
+async def wait_until(is_true: Callable[[], bool], timeout_s: float = 20.0) -> None:
+    async with asyncio.timeout(timeout_s):
+        while not is_true():
+            await asyncio.sleep(0.01)
+
+
+def find_processes(mark: str) -> list[int]:
+    """Live processes whose command line holds `mark`."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit():
+            continue
+        try:
+            command = (entry / "cmdline").read_bytes()
+            state = (entry / "stat").read_text().rpartition(")")[2].split()[0]
+        except OSError:
+            continue
+        if mark.encode() in command and state != "Z" and int(entry.name) != os.getpid():
+            found.append(int(entry.name))
+    return found
