@@ -5,12 +5,15 @@ from __future__ import annotations
 import asyncio
 import base64
 import concurrent.futures
+import contextlib
+import socket
 import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import httpx
 from fastapi import FastAPI
@@ -75,6 +78,18 @@ class ServiceThread:
     def call(self, work: Coroutine[Any, Any, Any]) -> Any:
         """Run a coroutine in the service's loop, where its manager belongs."""
         return asyncio.run_coroutine_threadsafe(work, self.loop).result(60)
+
+    def raw(self, data: bytes) -> tuple[int, bytes]:
+        """Status and the rest of the answer to bytes that no HTTP client would send; 0 if there is none."""
+        port = urlsplit(self.url).port
+        with socket.create_connection(("127.0.0.1", port), timeout=60) as connection:
+            connection.sendall(data)
+            connection.shutdown(socket.SHUT_WR)
+            answer = b""
+            with contextlib.suppress(ConnectionError):
+                while piece := connection.recv(1 << 16):
+                    answer += piece
+        return (int(answer.split(None, 2)[1]), answer) if answer else (0, b"")
 
     def create(self, **body: Any) -> SandboxClient:
         answer = self.client.post("/sandboxes", json={"templateID": "base", "timeout": 300} | body)

@@ -21,6 +21,7 @@ from moonlet.errors import (
 )
 from moonlet.sandbox.envelope import END, EnvelopeError, EnvelopeReader, envelope, parse_message
 
+STREAM_TYPE = "application/connect+json"
 STATUS = {
     "canceled": 499,
     "invalid_argument": 400,
@@ -112,7 +113,7 @@ async def read_unary(request: Request, limit: int) -> dict[str, Any]:
 
 async def read_messages(request: Request, limit: int) -> AsyncIterator[dict[str, Any]]:
     """The messages of a streaming call as they arrive, each at most `limit` bytes."""
-    check_codec(request, "application/connect+json")
+    check_codec(request, STREAM_TYPE)
     reader = EnvelopeReader(limit)
     async for chunk in request.stream():
         for flags, message in reader.feed(chunk):
@@ -149,7 +150,7 @@ class StreamResponse(Response):
     """
 
     def __init__(self, messages: AsyncIterator[dict[str, Any]], limit_s: float | None = None) -> None:
-        super().__init__(media_type="application/connect+json")
+        super().__init__(media_type=STREAM_TYPE)
         del self.headers["content-length"]
         self._messages, self._limit_s = messages, limit_s
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import binascii
 import signal
 from asyncio import timeout
 from collections.abc import AsyncGenerator, AsyncIterator
@@ -20,8 +19,10 @@ from moonlet.sandbox.guest.client import Guest, GuestProcess
 from moonlet.sandbox.guest.transcript import Launch, new_command_id
 from moonlet.sandbox.local import LocalProcess
 from moonlet.sandbox.server.connect import (
+    STREAM_TYPE,
     ConnectError,
     StreamResponse,
+    check_codec,
     read_messages,
     read_request,
     read_unary,
@@ -147,6 +148,7 @@ async def close_stdin(request: Request) -> Response:
 @router.post("/StreamInput", response_model=None)
 async def stream_input(request: Request) -> Response:
     """Input as a stream of messages: first which process, then data; each is handed on before the next is read."""
+    check_codec(request, STREAM_TYPE)
     selector: dict[str, Any] | None = None
     try:
         async with timeout(timeout_s(request)):
@@ -282,5 +284,5 @@ def _input(body: dict[str, Any]) -> bytes:
         raise ConnectError("invalid_argument", "input must be {'stdin': base64} or {'pty': base64}")
     try:
         return base64.b64decode(text, validate=True)
-    except binascii.Error:
+    except ValueError:
         raise ConnectError("invalid_argument", "input is not valid base64") from None
