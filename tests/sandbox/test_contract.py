@@ -267,8 +267,9 @@ def test_settings_of_the_kernel_cannot_be_changed(bench: Bench, box: Sandbox) ->
 def test_the_agent_cannot_be_looked_into(bench: Bench, box: Sandbox) -> None:
     if bench.caps.isolation == "vm":
         pytest.skip("the agent holds nothing of the host's")
-    for path in ("root/", "fd/0", "cwd/", "exe", "mem"):
-        assert sh(bench, box, f"head -c 1 /proc/1/{path} || ls /proc/1/{path}").exit_code != 0, path
+    for path in ("root/etc/passwd", "fd/0", "cwd/etc/passwd", "exe", "mem", "environ", "maps"):
+        assert sh(bench, box, f"head -c 1 /proc/1/{path}").exit_code != 0, path
+    assert sh(bench, box, "ls /proc/1/root/ || ls /proc/1/cwd/").exit_code != 0
     sh(bench, box, "kill -KILL 1; kill -STOP 1")
     assert sh(bench, box, "echo alive").text == "alive\n"
 
@@ -414,7 +415,9 @@ def test_a_snapshot_is_a_template(bench: Bench) -> None:
         await box.destroy()
         for _ in range(2):
             again = await bench.create(template=snapshot)
-            listing = await again.exec("cd d; cat f hard; readlink link; stat -c '%h %a %F' f; test -p pipe && echo pipe")
+            listing = await again.exec(
+                "cd d; cat f hard; readlink link; stat -c '%h %a %F' f; test -p pipe && echo pipe"
+            )
             assert listing.text == "one\none\nf\n2 4711 regular file\npipe\n"
             await again.destroy()
 
@@ -441,7 +444,9 @@ def test_destroy_leaves_nothing(bench: Bench) -> None:
     async def work() -> str:
         box = await bench.create()
         await box.start("setsid sleep 600 & sleep 600")
-        await box.exec("mkdir -p locked/in; chmod 000 locked; i=0; while [ $i -lt 300 ]; do mkdir d; cd d; i=$((i+1)); done")
+        await box.exec(
+            "mkdir -p locked/in; chmod 000 locked; i=0; while [ $i -lt 300 ]; do mkdir d; cd d; i=$((i+1)); done"
+        )
         assert traces(bench, box.id) != []
         await box.destroy()
         await box.destroy()

@@ -135,7 +135,7 @@ class NamespaceBackend(Backend):
             if self._is_privileged:
                 await files.give_to(owner, upper)
         elif rootfs is None:
-            files.make_bare_root(upper, spec.hostname, owner)
+            files.make_bare_root(upper, owner)
         else:
             files.make_overlay_root(upper, rootfs, owner)
         if rootfs is not None:

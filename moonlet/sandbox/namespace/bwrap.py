@@ -83,12 +83,16 @@ class Overlay:
 
 @dataclass(frozen=True)
 class View:
-    """What the guest sees. `root` is a folder to bind, or an overlay; `host_binds` are (host, guest), read-only."""
+    """What the guest sees. `root` is a folder to bind, or an overlay; `host_binds` are (host, guest), read-only.
+
+    `descriptors` hold the texts of small files in `MARK_FOLDER`, by name.
+    """
 
     root: Path | Overlay
     host_binds: tuple[tuple[Path, str], ...]
     agent: Path
     mark: str
+    descriptors: Mapping[str, int]
 
 
 def command_line(
@@ -111,6 +115,8 @@ def command_line(
         words += ["--ro-bind", str(source), target]
     shm_bytes = min(_MAX_SHM_BYTES, limits.memory_bytes // 4)
     words += ["--proc", "/proc", "--dev", "/dev", "--perms", "1777", "--size", str(shm_bytes), "--tmpfs", "/dev/shm"]
+    for name, descriptor in view.descriptors.items():
+        words += ["--perms", "0644", "--file", str(descriptor), f"{MARK_FOLDER}/{name}"]
     words += ["--ro-bind", str(view.agent), view.mark, "--remount-ro", "/dev", "--chdir", GUEST_HOME]
     return [*words, "--seccomp", str(seccomp), "--info-fd", str(info), "--", view.mark]
 
@@ -119,6 +125,14 @@ def _root(root: Path | Overlay) -> list[str]:
     if isinstance(root, Path):
         return ["--bind", str(root), "/"]
     return ["--overlay-src", str(root.lower), "--overlay", str(root.upper), str(root.work), "/"]
+
+
+def in_memory(content: bytes) -> int:
+    """A descriptor from which bubblewrap can read `content`. The caller closes it."""
+    handle = os.memfd_create("moonlet", os.MFD_CLOEXEC)
+    os.write(handle, content)
+    os.lseek(handle, 0, os.SEEK_SET)
+    return handle
 
 
 def can_be_reached_by_all(path: Path) -> bool:

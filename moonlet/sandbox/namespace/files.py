@@ -12,22 +12,19 @@ import asyncio
 import os
 import stat
 import subprocess
-import uuid
 from pathlib import Path
 
 from moonlet.errors import SandboxError, StorageError
 from moonlet.sandbox.api import GUEST_HOME
 from moonlet.sandbox.hostview import host_dirs
 
-_OWN = "var/lib/moonlet"  # files of `/etc` that differ from machine to machine
-OWN_FILES = ("hostname", "hosts", "machine-id")
-_BARE_DIRS = ("etc", "proc", "dev", "root", "home", "opt", "mnt", "srv", "var/log", "var/cache", _OWN)
+_BARE_DIRS = ("etc", "proc", "dev", "root", "home", "opt", "mnt", "srv", "var/log", "var/cache", "var/lib")
 _SHARED_DIRS = ("tmp", "var/tmp", "run")
 _MOUNT_POINTS = ("proc", "dev", "etc", "usr", GUEST_HOME[1:])
 _DISK_ERRORS = ("No space left on device", "Disk quota exceeded", "Input/output error", "Read-only file system")
 
 
-def make_bare_root(upper: Path, hostname: str, owner: int) -> None:
+def make_bare_root(upper: Path, owner: int) -> None:
     """The guest's root for the template `host`, all of it `owner`'s."""
     for name in (*_BARE_DIRS, *_SHARED_DIRS, GUEST_HOME[1:]):
         (upper / name).mkdir(parents=True)
@@ -38,10 +35,6 @@ def make_bare_root(upper: Path, hostname: str, owner: int) -> None:
             (upper / top.path[1:]).symlink_to(top.link_target)
         else:
             (upper / top.path[1:]).mkdir()
-    own = upper / _OWN
-    (own / "hostname").write_text(f"{hostname}\n")
-    (own / "hosts").write_text(f"127.0.0.1 localhost {hostname}\n::1 localhost ip6-localhost ip6-loopback\n")
-    (own / "machine-id").write_text(f"{uuid.uuid4().hex}\n")
     _own(upper, owner)
 
 
@@ -63,13 +56,6 @@ def _own(folder: Path, owner: int) -> None:
             os.chown(at, owner, owner)
             for name in (*others, *(name for name in names if os.path.islink(os.path.join(at, name)))):
                 os.lchown(os.path.join(at, name), owner, owner)
-
-
-def link_own_files(etc: Path) -> None:
-    """Make those files of a shared `/etc` that differ between machines links into the machine's own root."""
-    for name in OWN_FILES:
-        (etc / name).unlink(missing_ok=True)
-        (etc / name).symlink_to(f"/{_OWN}/{name}")
 
 
 def pin_mount_points(upper: Path, lower: Path | None) -> None:
@@ -112,10 +98,13 @@ async def copy_tree(source: Path, target: Path, *, link: bool) -> None:
 
 
 async def give_to(user: int, folder: Path) -> None:
-    """Make `user` and the group of that number the owner of all of it."""
-    await _run(
-        ["chown", "--recursive", "--no-dereference", f"{user}:{user}", "--", str(folder)], f"cannot own {folder}"
-    )
+    """Make `user` and the group of that number the owner of all of it; modes stay. Nobody may change it meanwhile."""
+    what = f"cannot change the owner of {folder}"
+    listed = await _run(["find", str(folder), "-type", "f", "-perm", "/6000", "-print0"], what)
+    special = {name: os.stat(name).st_mode for name in listed.split(b"\0") if name}
+    await _run(["chown", "--recursive", "--no-dereference", f"{user}:{user}", "--", str(folder)], what)
+    for name, mode in special.items():  # a new owner clears the bits that give a program its owner's rights
+        os.chmod(name, stat.S_IMODE(mode))
 
 
 async def remove_tree(folder: Path) -> None:
@@ -123,17 +112,17 @@ async def remove_tree(folder: Path) -> None:
     await _run(["rm", "--recursive", "--force", "--one-file-system", "--", str(folder)], f"cannot remove {folder}")
 
 
-async def _run(command: list[str], what: str) -> None:
+async def _run(command: list[str], what: str) -> bytes:
     process = await asyncio.create_subprocess_exec(
         *_as_owner(command),
         stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         start_new_session=True,
         env={"LC_ALL": "C", "PATH": os.environ.get("PATH", os.defpath)},
     )
     try:
-        _, complaints = await process.communicate()
+        output, complaints = await process.communicate()
     except asyncio.CancelledError:
         process.kill()
         await process.wait()
@@ -143,6 +132,7 @@ async def _run(command: list[str], what: str) -> None:
         if any(phrase in text for phrase in _DISK_ERRORS):
             raise StorageError(f"{what}: {text.splitlines()[0]}; free some space and try again")
         raise SandboxError(f"{what}: {text[-500:]}")
+    return output
 
 
 def disk_bytes(folder: Path) -> int:

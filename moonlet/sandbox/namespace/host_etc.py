@@ -6,11 +6,23 @@ import hashlib
 import os
 import shutil
 import tempfile
+import uuid
 from functools import cache
 from pathlib import Path
 
 from moonlet.sandbox.hostview import write_minimal_etc
-from moonlet.sandbox.namespace.files import link_own_files
+from moonlet.sandbox.namespace.bwrap import MARK_FOLDER
+
+OWN_FILES = ("hostname", "hosts", "machine-id")  # links to what each machine has of its own
+
+
+def own_files(hostname: str) -> dict[str, str]:
+    """Contents of `OWN_FILES` for a machine that starts now."""
+    return {
+        "hostname": f"{hostname}\n",
+        "hosts": f"127.0.0.1 localhost {hostname}\n::1 localhost ip6-localhost ip6-loopback\n",
+        "machine-id": f"{uuid.uuid4().hex}\n",
+    }
 
 
 @cache
@@ -20,7 +32,9 @@ def shared_etc() -> Path:
     unfinished = Path(tempfile.mkdtemp(prefix=".etc-", dir=root))
     try:
         write_minimal_etc(unfinished / "etc")
-        link_own_files(unfinished / "etc")
+        for name in OWN_FILES:
+            (unfinished / "etc" / name).unlink(missing_ok=True)
+            (unfinished / "etc" / name).symlink_to(f"{MARK_FOLDER}/{name}")
         (unfinished / "etc").chmod(0o755)
         final = root / f"etc-{_digest(unfinished / 'etc')}"
         if not final.exists():

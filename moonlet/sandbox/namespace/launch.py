@@ -24,7 +24,8 @@ from moonlet.sandbox.api import GUEST_HOME, FailReason
 from moonlet.sandbox.backend import MachineSpec
 from moonlet.sandbox.guest.build import guest_binary
 from moonlet.sandbox.guest.stream import FifoPair
-from moonlet.sandbox.namespace import bwrap, linux, seccomp
+from moonlet.sandbox.hostview import host_dirs
+from moonlet.sandbox.namespace import bwrap, host_etc, linux, seccomp
 from moonlet.sandbox.namespace.bwrap import Bubblewrap, Overlay, View
 from moonlet.sandbox.namespace.processes import ProcessId, command_line, wait_ended
 from moonlet.sandbox.namespace.stage import Stage, machine_user
@@ -141,14 +142,23 @@ def _spawn(plan: Plan, pair: FifoPair, info: int) -> subprocess.Popen[bytes]:
     architecture = this_architecture()
     if architecture is None:
         raise BackendUnavailableError("there is no table of system calls for this processor: use the backend gvisor")
-    filter_handle = seccomp.in_memory(seccomp.build_filter(architecture))
-    stdin = os.open(pair.to_guest, os.O_RDWR | os.O_CLOEXEC)
-    stdout = os.open(pair.from_guest, os.O_RDWR | os.O_CLOEXEC)
-    log = os.open(plan.folder / LOG, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+    handles: list[int] = []
+
+    def opened(handle: int) -> int:
+        handles.append(handle)
+        return handle
+
     try:
-        program, view = _build_view(plan)
+        program_filter = opened(bwrap.in_memory(seccomp.build_filter(architecture)))
+        own = host_etc.own_files(plan.spec.hostname) if plan.spec.template.rootfs is None else {}
+        texts = {name: opened(bwrap.in_memory(text.encode())) for name, text in own.items()}
+        stdin, stdout = (opened(os.open(path, os.O_RDWR | os.O_CLOEXEC)) for path in (pair.to_guest, pair.from_guest))
+        log = opened(os.open(plan.folder / LOG, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600))
+        program, view = _build_view(plan, texts)
         spec = plan.spec
-        words = bwrap.command_line(program, view, spec.hostname, _environment(spec), spec.limits, (filter_handle, info))
+        words = bwrap.command_line(
+            program, view, spec.hostname, _environment(spec), spec.limits, (program_filter, info)
+        )
         if plan.is_privileged:
             linux.become(machine_user(spec.label, spec.id))
         return subprocess.Popen(
@@ -156,13 +166,13 @@ def _spawn(plan: Plan, pair: FifoPair, info: int) -> subprocess.Popen[bytes]:
             stdin=stdin,
             stdout=stdout,
             stderr=log,
-            pass_fds=(filter_handle, info),
+            pass_fds=(program_filter, info, *texts.values()),
             start_new_session=True,
             cwd="/",
             env={},
         )
     finally:
-        for handle in (filter_handle, stdin, stdout, log):
+        for handle in handles:
             os.close(handle)
 
 
@@ -172,7 +182,7 @@ def _environment(spec: MachineSpec) -> dict[str, str]:
     return {**own, **spec.template.env}
 
 
-def _build_view(plan: Plan) -> tuple[Path, View]:
+def _build_view(plan: Plan, texts: dict[str, int]) -> tuple[Path, View]:
     """The program to start and what the guest will see; as root after a private mount namespace was made for it."""
     spec, upper, agent = plan.spec, plan.folder / "upper", guest_binary()
     program, rootfs = plan.program.path, spec.template.rootfs
@@ -184,12 +194,11 @@ def _build_view(plan: Plan) -> tuple[Path, View]:
             root, etc = stage.folder(upper, "root"), stage.folder(etc, "etc")
         else:
             root = stage.overlay(rootfs, plan.folder, machine_user(spec.label, spec.id))
-    return program, View(root, _host_binds(etc) if rootfs is None else (), agent, bwrap.mark(spec.label, spec.id))
+    binds = _host_binds(etc) if rootfs is None else ()
+    return program, View(root, binds, agent, bwrap.mark(spec.label, spec.id), texts)
 
 
 def _host_binds(etc: Path) -> tuple[tuple[Path, str], ...]:
-    from moonlet.sandbox.hostview import host_dirs
-
     return (*((Path(top.path), top.path) for top in host_dirs() if not top.link_target), (etc, "/etc"))
 
 

@@ -56,7 +56,12 @@ class NamespaceMachine(Machine):
                 with contextlib.suppress(ProcessLookupError):
                     self._cgroup.join(pid)
             # What its members start from now on is inside; what they had started before is still to be moved.
-            missing = set(tree(self.init.pid)) - self._cgroup.processes() if has_children(self.init.pid) else set()
+            missing = self._outside() if has_children(self.init.pid) else set()
+
+    def _outside(self) -> set[int]:
+        """Processes that are not in the groups yet. The dead that nobody has reaped are in no group."""
+        living = {pid for pid, state in tree(self.init.pid).items() if state not in "ZX"}
+        return living - self._cgroup.processes()
 
     async def joined(self) -> None:
         """Wait until the limits of the control groups hold."""

@@ -8,7 +8,6 @@ other processes' memory, handles past the mount table, sockets that no namespace
 from __future__ import annotations
 
 import errno
-import os
 import struct
 from collections.abc import Sequence
 
@@ -101,11 +100,3 @@ def _refuse_others(index: int, values: Sequence[int]) -> list[_Instruction]:
     for value in values:
         body += [(_JUMP_EQUAL, 0, 1, value), (_RETURN, 0, 0, _ALLOW)]
     return [*body, (_RETURN, 0, 0, _ERRNO | errno.EPERM)]
-
-
-def in_memory(program: bytes) -> int:
-    """A descriptor from which the program can be read, as `bwrap --seccomp` wants it. The caller closes it."""
-    handle = os.memfd_create("seccomp", os.MFD_CLOEXEC)
-    os.write(handle, program)
-    os.lseek(handle, 0, os.SEEK_SET)
-    return handle
