@@ -15,12 +15,12 @@ from pathlib import Path
 
 HOST_DIRS = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
 
-_PASSWD = """root:x:0:0:root:/workspace:/bin/sh
+PASSWD = """root:x:0:0:root:/workspace:/bin/sh
 daemon:x:1:1:daemon:/usr/sbin:/usr/sbin/nologin
 nobody:x:65534:65534:nobody:/nonexistent:/usr/sbin/nologin
 """
-_GROUP = "root:x:0:\ndaemon:x:1:\ntty:x:5:\nstaff:x:50:\nnogroup:x:65534:\n"
-_HOSTS = "127.0.0.1 localhost sandbox\n::1 localhost ip6-localhost ip6-loopback\n"
+GROUP = "root:x:0:\ndaemon:x:1:\ntty:x:5:\nstaff:x:50:\nnogroup:x:65534:\n"
+HOSTS = "127.0.0.1 localhost sandbox\n::1 localhost ip6-localhost ip6-loopback\n"
 _NSSWITCH = (
     "passwd: files\ngroup: files\nshadow: files\nhosts: files dns\nnetworks: files\nprotocols: files\nservices: files\n"
 )
@@ -69,10 +69,10 @@ def write_minimal_etc(folder: Path) -> None:
     """
     folder.mkdir(parents=True, exist_ok=True)
     written = {
-        "passwd": _PASSWD,
-        "group": _GROUP,
+        "passwd": PASSWD,
+        "group": GROUP,
         "shadow": "root:*:19000:0:99999:7:::\n",
-        "hosts": _HOSTS,
+        "hosts": HOSTS,
         "nsswitch.conf": _NSSWITCH,
         "hostname": "sandbox\n",
         "machine-id": f"{uuid.uuid4().hex}\n",
