@@ -83,9 +83,10 @@ class ServiceThread:
         """Status and the rest of the answer to bytes that no HTTP client would send; 0 if there is none."""
         port = urlsplit(self.url).port
         with socket.create_connection(("127.0.0.1", port), timeout=60) as connection:
-            connection.sendall(data)
-            connection.shutdown(socket.SHUT_WR)
             answer = b""
+            with contextlib.suppress(OSError):  # refused before all was sent
+                connection.sendall(data)
+                connection.shutdown(socket.SHUT_WR)
             with contextlib.suppress(ConnectionError):
                 while piece := connection.recv(1 << 16):
                     answer += piece

@@ -31,6 +31,8 @@ RPCS = [
         )
     ),
 ]
+# The backend of these tests isolates nothing: no text may name anything outside the home of the sandbox, nor the home itself.
+HARMLESS = st.text(st.characters(exclude_characters="/.~"), max_size=20)
 STREAMS = [
     "process.Process/Start",
     "process.Process/Connect",
@@ -245,7 +247,7 @@ def test_requests_that_stop_in_the_middle_leave_nothing(service, box) -> None:
 @given(
     name=st.sampled_from(RPCS),
     body=st.recursive(
-        st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=20),
+        st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | HARMLESS,
         lambda inner: (
             st.lists(inner, max_size=3)
             | st.dictionaries(
@@ -260,8 +262,6 @@ def test_requests_that_stop_in_the_middle_leave_nothing(service, box) -> None:
     ),
 )
 def test_no_json_makes_the_service_fail(box, name, body) -> None:
-    if isinstance(body, dict) and body.get("path") in (".", "/", "~") and name.endswith("Remove"):
-        return
     answer = box.http.post(f"/{name}", content=json.dumps(body), headers={"Content-Type": "application/json"})
     assert answer.status_code < 500 or answer.json()["code"] == "unimplemented", answer.text
 

@@ -72,6 +72,10 @@ class Watchers:
         self._per_sandbox, self._max_events = per_sandbox, max_events
         self._watchers: dict[tuple[str, str], Watcher] = {}
 
+    @property
+    def num_open(self) -> int:
+        return sum(not watcher.task.done() for watcher in self._watchers.values())
+
     def admit(self, sandbox_id: str) -> None:
         """Raises ConnectError if the sandbox has as many as it may."""
         self._sweep()
