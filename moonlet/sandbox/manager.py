@@ -385,10 +385,15 @@ class Manager:
                     box, None, SandboxStateError(f"sandbox {box.id} is between two states; try again")
                 )
             try:
-                yield guest
-            except SandboxDiedError as error:
+                async with asyncio.timeout(None) as call:
+                    box.calls.add(call)
+                    yield guest
+            except (SandboxDiedError, TimeoutError) as error:
+                if isinstance(error, TimeoutError) and not call.expired():
+                    raise
                 raise await self._explain(box, guest, error) from error
             finally:
+                box.calls.discard(call)
                 box.touch()
 
     @asynccontextmanager
@@ -457,7 +462,7 @@ class Manager:
             return SandboxStateError(f"sandbox {box.id} was paused in the middle of the call: resume it and call again")
         if box.guest is guest:
             self._core.spawn(self._heal(box, guest), f"heal {box.id}")
-        return error
+        return SandboxStateError(f"the connection to sandbox {box.id} was cut: {error or 'call again'}")
 
     async def _heal(self, box: Box, guest: Guest | None) -> None:
         """The stream of a machine that lives ended: open it again, or the machine counts as dead."""

@@ -43,6 +43,7 @@ class Box:
         self.machine: Machine | None = None
         self.guest: Guest | None = None
         self.proxy: NetworkProxy | None = None
+        self.calls: set[asyncio.Timeout] = set()  # those that hold the lock as readers; each can be ended
         self.watcher: asyncio.Task[None] | None = None
         self.release_template: Callable[[], None] | None = None
         self.usage = Usage()  # as it was last looked at

@@ -88,9 +88,12 @@ async def refresh(box: Box) -> None:
 
 
 def close_guest(box: Box) -> None:
-    """Calls in flight end with SandboxDiedError, connections of the guest are cut."""
+    """Calls in flight end, whatever they wait for just now; connections of the guest are cut."""
     guest, box.guest = box.guest, None
     proxy, box.proxy = box.proxy, None
+    for call in box.calls:
+        call.reschedule(0.0)
+    box.calls.clear()
     box.announce()
     if guest is not None:
         guest.stream.close()
