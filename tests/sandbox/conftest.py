@@ -98,7 +98,9 @@ async def _served(manager: Manager) -> AsyncIterator[str]:
     from moonlet.sandbox.server.config import ServerConfig
 
     stop, url = asyncio.Event(), asyncio.get_running_loop().create_future()
-    serving = asyncio.ensure_future(serve_manager(manager, ServerConfig(port=0), stop, url.set_result))
+    serving = asyncio.ensure_future(
+        serve_manager(manager, ServerConfig(port=0), stop, lambda at, *_: url.set_result(at))
+    )
     await asyncio.wait([serving, url], return_when=asyncio.FIRST_COMPLETED)
     try:
         yield url.result() if url.done() else serving.result()
