@@ -9,17 +9,20 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from moonlet.config import ModelConfig
 from moonlet.model.norm import RMSNorm, linear
-from moonlet.model.state import MLAState, empty_mla_state
+from moonlet.model.state import MLAState, PagedMLAState, empty_mla_state
 from moonlet.ops.mla import absorbed_attention, causal_attention, max_logit, max_logit_bound, streamed_attention
-from moonlet.ops.rms_norm import at_least_fp32
+from moonlet.ops.mla_pages import attend_pages
+from moonlet.ops.sigmoid import sigmoid
 
 # The two low-rank norms use the released class's default and not the configured epsilon.
 LORA_EPS = 1e-6
 KEY_BLOCK = 1024  # cached tokens whose keys and values are expanded at a time
+MIN_ROWS = 4  # matrix libraries take another path for products of fewer rows
 
 
 class TrackedLogits(NamedTuple):
@@ -60,15 +63,19 @@ class GatedMLA(nn.Module):
         self.track_logits = False
         self.tracked: TrackedLogits | None = None
 
-    def forward(self, x_BTD: Tensor, seq_lens: tuple[int, ...] | None = None, state: MLAState | None = None) -> Tensor:
+    def forward(
+        self, x_BTD: Tensor, seq_lens: tuple[int, ...] | None = None, state: MLAState | PagedMLAState | None = None
+    ) -> Tensor:
         q_BTHK, rows_BTL = self._query(x_BTD), self._latent_rows(x_BTD)
         if state is None:
             o_BTHV = self._expanded(q_BTHK, rows_BTL, seq_lens)
+        elif isinstance(state, PagedMLAState):
+            o_BTHV = self._paged(q_BTHK, rows_BTL, state)
         else:
             o_BTHV = self._cached(q_BTHK, state.append(rows_BTL))
         o_BTC = o_BTHV.flatten(-2)
         if self.has_gate:
-            o_BTC = o_BTC * torch.sigmoid(at_least_fp32(self.g_proj(x_BTD))).to(o_BTC.dtype)
+            o_BTC = o_BTC * sigmoid(self.g_proj(x_BTD)).to(o_BTC.dtype)
         return self.o_proj(o_BTC.to(x_BTD.dtype))
 
     def _query(self, x_BTD: Tensor) -> Tensor:
@@ -101,16 +108,42 @@ class GatedMLA(nn.Module):
             return self._absorbed(q_BTHK, rows_BSL)
         if num_queries == num_keys:
             return self._expanded(q_BTHK, rows_BSL, None)
-        blocks = (self.expand(block) for block in rows_BSL.split(KEY_BLOCK, dim=1))
-        return streamed_attention(q_BTHK, blocks, num_keys, self.scale)
+        return self._streamed(q_BTHK, rows_BSL)
+
+    def _streamed(self, q_BTHK: Tensor, rows_BSL: Tensor) -> Tensor:
+        blocks = (self._expand_whole(block) for block in rows_BSL.split(KEY_BLOCK, dim=1))
+        return streamed_attention(q_BTHK, blocks, rows_BSL.shape[1], self.scale)
+
+    def _expand_whole(self, rows_BSL: Tensor) -> tuple[Tensor, Tensor]:
+        """`expand` of one block, with bits that do not depend on how many rows it has."""
+        num_rows = rows_BSL.shape[1]
+        k, v = self.expand(F.pad(rows_BSL, (0, 0, 0, max(0, MIN_ROWS - num_rows))))
+        return k[:, :num_rows], v[:, :num_rows]
 
     def _absorbed(self, q_BTHK: Tensor, rows_BSL: Tensor) -> Tensor:
         q_nope, q_rope = q_BTHK.split([self.nope_dim, self.rope_dim], dim=-1)
         latent, rope = rows_BSL.split([self.latent_dim, self.rope_dim], dim=-1)
+        return absorbed_attention(q_nope, q_rope, latent, rope, self._up_projections(), self.scale)
+
+    def _up_projections(self) -> tuple[Tensor, Tensor]:
+        """What expands a latent into each head's key [H, N, R] and value [H, V, R]."""
         up = self.kv_b_proj.weight.view(self.num_kv_heads, self.nope_dim + self.value_dim, self.latent_dim)
         up = up.repeat_interleave(self.num_heads // self.num_kv_heads, dim=0)
         up_k, up_v = up.split([self.nope_dim, self.value_dim], dim=1)
-        return absorbed_attention(q_nope, q_rope, latent, rope, (up_k, up_v), self.scale)
+        return up_k, up_v
+
+    def _paged(self, q_BTHK: Tensor, rows_BTL: Tensor, state: PagedMLAState) -> Tensor:
+        """New tokens of sequences whose rows lie in pages: absorbed where it is one token each and nothing is replayed."""
+        state.append(rows_BTL)
+        num_new = q_BTHK.shape[1]
+        if num_new > 1 or state.replay:
+            sequences = zip(q_BTHK.split(1), state.rows(num_new))
+            return torch.cat([self._streamed(q, rows) for q, rows in sequences])
+        up_k_HNR, up_v_HVR = self._up_projections()
+        q_nope, q_rope = q_BTHK.squeeze(1).split([self.nope_dim, self.rope_dim], dim=-1)
+        q_BHL = torch.cat([torch.einsum("bhn,hnr->bhr", q_nope, up_k_HNR), q_rope], dim=-1)
+        mixed_BHR = attend_pages(q_BHL, state.pool, state.tables, state.lengths + 1, self.latent_dim, self.scale)
+        return torch.einsum("bhr,hvr->bhv", mixed_BHR, up_v_HVR.to(mixed_BHR.dtype)).unsqueeze(1)
 
     def tracked_max_logit(self, threshold: float) -> Tensor | None:
         """Largest attention logit of each head [H] in the last tracked forward; None when no head can exceed `threshold`.

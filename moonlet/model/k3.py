@@ -21,6 +21,7 @@ from moonlet.model.norm import RMSNorm, linear
 from moonlet.model.padding import repad, unpad
 from moonlet.model.router import Router
 from moonlet.model.state import DecodeState
+from moonlet.ops.backend import kernels
 
 SeqLens = tuple[int, ...] | None
 
@@ -43,7 +44,7 @@ class K3(nn.Module):
 
     Attributes:
         activation_checkpointing: recompute each sub-layer in the backward pass.
-        depth_form: 'auto' takes the two-phase form of Block AttnRes when no gradient is needed.
+        depth_form: 'auto' takes the two-phase form of Block AttnRes where no gradient is needed and no native kernel runs.
     """
 
     def __init__(self, config: ModelConfig) -> None:
@@ -132,11 +133,16 @@ class K3(nn.Module):
             return PlainResiduals(embedded)
         sites = [site for layer in self.model.layers for site in layer.sites()]  # type: ignore[union-attr]
         sites.append(make_site("output", self.model.output_attn_res_norm, self.model.output_attn_res_proj))
-        two_phase = self.depth_form == "two_phase" or (self.depth_form == "auto" and not torch.is_grad_enabled())
+        two_phase = self.depth_form == "two_phase" or (self.depth_form == "auto" and self._scans_blocks())
         eps = self.config.rms_norm_eps
         return BlockAttentionResiduals(
             embedded, sites, block_size, eps, two_phase=two_phase and trace is None, trace=trace
         )
+
+    @staticmethod
+    def _scans_blocks() -> bool:
+        """Inference scans finished blocks once, unless the native mix does it as fast with the bits of training."""
+        return not torch.is_grad_enabled() and kernels() != "native"
 
     @staticmethod
     def _refuse_with_mask(seq_lens: SeqLens, state: DecodeState | None) -> None:

@@ -10,11 +10,12 @@ from torch import Tensor, nn
 
 from moonlet.config import ModelConfig
 from moonlet.model.norm import RMSNorm, linear
-from moonlet.model.state import KDAState, empty_kda_state
-from moonlet.ops.kda import kda, kda_gate, kda_step, l2_normalize
+from moonlet.model.state import KDAState, OpenChunk, empty_kda_state
+from moonlet.ops.kda import kda, kda_gate, kda_step
 from moonlet.ops.kda_inputs import kda_inputs
-from moonlet.ops.rms_norm import at_least_fp32, gated_head_norm
-from moonlet.ops.short_conv import short_conv
+from moonlet.ops.kda_replay import empty_chunk, kda_replay
+from moonlet.ops.rms_norm import gated_head_norm
+from moonlet.ops.sigmoid import sigmoid
 
 
 class ShortConv(nn.Module):
@@ -23,9 +24,6 @@ class ShortConv(nn.Module):
     def __init__(self, channels: int, width: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(channels, 1, width))
-
-    def forward(self, x_BTC: Tensor, window_BCW: Tensor) -> tuple[Tensor, Tensor]:
-        return short_conv(x_BTC, self.weight.squeeze(1), initial_window=window_BCW)
 
 
 class KimiDeltaAttention(nn.Module):
@@ -58,7 +56,7 @@ class KimiDeltaAttention(nn.Module):
         decay_logit = self._heads(self.f_b_proj(self.f_a_proj(x_BTD)))
         dt_bias_HK = self.dt_bias.view(self.num_heads, self.head_dim)
         log_decay = kda_gate(decay_logit, self.A_log, dt_bias_HK, self.lower_bound)
-        beta_BTH = torch.sigmoid(at_least_fp32(self.b_proj(x_BTD)))
+        beta_BTH = sigmoid(self.b_proj(x_BTD))
         o = self._recurrence((q, k, v, log_decay, beta_BTH), seq_lens, state)
         gate = self.g_proj(x_BTD) if self.full_rank_gate else self.g_b_proj(self.g_a_proj(x_BTD))
         return self.o_proj(gated_head_norm(o, self._heads(gate), self.o_norm.weight, self.eps).flatten(-2))
@@ -68,6 +66,8 @@ class KimiDeltaAttention(nn.Module):
     ) -> Tensor:
         if state is None:
             return kda(*inputs, seq_lens=seq_lens)[0]
+        if state.open is not None:
+            return kda_replay(inputs, state.recurrent, state.open.rows, state.open.fill_B)
         if inputs[0].shape[1] == 1:
             q, k, v, log_decay, beta = (x.squeeze(1) for x in inputs)
             o_BHV, state.recurrent = kda_step(q, k, v, log_decay, beta, state.recurrent)
@@ -83,13 +83,21 @@ class KimiDeltaAttention(nn.Module):
 
     def _inputs_after(self, x_BTD: Tensor, state: KDAState) -> tuple[Tensor, Tensor, Tensor]:
         """The same where the convolutions continue from the windows of a state, which they update."""
-        q, state.conv_q = self.q_conv1d(self.q_proj(x_BTD), state.conv_q)
-        k, state.conv_k = self.k_conv1d(self.k_proj(x_BTD), state.conv_k)
-        v, state.conv_v = self.v_conv1d(self.v_proj(x_BTD), state.conv_v)
-        return l2_normalize(self._heads(q)), l2_normalize(self._heads(k)), self._heads(v)
+        weights = tuple(conv.weight.squeeze(1) for conv in (self.q_conv1d, self.k_conv1d, self.v_conv1d))
+        windows = state.conv_q, state.conv_k, state.conv_v
+        raw = self.q_proj(x_BTD), self.k_proj(x_BTD), self.v_proj(x_BTD)
+        extended = tuple(torch.cat([window.transpose(1, 2).to(x.dtype), x], 1) for window, x in zip(windows, raw))
+        state.conv_q, state.conv_k, state.conv_v = (x[:, -self.conv_width :].transpose(1, 2) for x in extended)
+        q, k, v = kda_inputs(extended[0], extended[1], extended[2], weights, num_heads=self.num_heads)
+        return q[:, self.conv_width :], k[:, self.conv_width :], v[:, self.conv_width :]
 
     def _heads(self, x_BTC: Tensor) -> Tensor:
         return x_BTC.unflatten(-1, (self.num_heads, self.head_dim))
 
-    def new_state(self, batch_size: int) -> KDAState:
-        return empty_kda_state(batch_size, self.num_heads, self.head_dim, self.conv_width, self.o_proj.weight)
+    def new_state(self, batch_size: int, *, replay: bool = False) -> KDAState:
+        """The state before the first token; with `replay` tokens replay their open chunk."""
+        state = empty_kda_state(batch_size, self.num_heads, self.head_dim, self.conv_width, self.o_proj.weight)
+        if replay:
+            rows = empty_chunk(batch_size, self.num_heads, self.head_dim, self.head_dim, self.o_proj.weight)
+            state.open = OpenChunk(rows, torch.zeros(batch_size, dtype=torch.int64, device=rows[0].device))
+        return state

@@ -1,11 +1,13 @@
 """The decode state: everything that the past leaves behind, layer by layer (k3_model.md section 2).
 
 B sequences, H heads, K key dim, V value dim, W convolution width, S tokens so far, R latent width, P shared key dim.
-A KDA layer keeps a constant amount; an MLA layer keeps one row of R + P numbers for each token.
+A KDA layer keeps a constant amount; an MLA layer keeps one row of R + P numbers for each token, in one piece (`MLAState`,
+sequences of equal length) or in pages of a pool that many sequences share (`PagedMLAState`, any lengths).
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -13,20 +15,46 @@ from torch import Tensor
 
 
 @dataclass
+class OpenChunk:
+    """Inputs of the tokens since the last chunk boundary of each sequence: q, k, v, g, beta as [B, C, H, ...]."""
+
+    rows: list[Tensor]
+    fill_B: Tensor
+
+    def clone(self) -> OpenChunk:
+        return OpenChunk([part.clone() for part in self.rows], self.fill_B.clone())
+
+
+@dataclass
 class KDAState:
-    """Recurrent state [B, H, K, V] float32 and the last W raw inputs [B, H*D, W] of each convolution, newest last."""
+    """Recurrent state [B, H, K, V] float32 and the last W raw inputs [B, H*D, W] of each convolution, newest last.
+
+    With an `open` chunk the recurrent state is that of the last chunk boundary, and tokens replay the chunk
+    (`ops/kda_replay.py`); without, it is that of the last token.
+    """
 
     recurrent: Tensor
     conv_q: Tensor
     conv_k: Tensor
     conv_v: Tensor
+    open: OpenChunk | None = None
+
+    def tensors(self) -> list[Tensor]:
+        """All that it holds, each with the sequences first."""
+        parts = [self.recurrent, self.conv_q, self.conv_k, self.conv_v]
+        return parts if self.open is None else [*parts, *self.open.rows, self.open.fill_B]
+
+    @staticmethod
+    def of_tensors(parts: list[Tensor]) -> KDAState:
+        """From what `tensors` gave."""
+        return KDAState(*parts[:4], open=OpenChunk(parts[4:9], parts[9]) if len(parts) > 4 else None)
 
     def clone(self) -> KDAState:
-        return KDAState(*(part.clone() for part in (self.recurrent, self.conv_q, self.conv_k, self.conv_v)))
+        return self.of_tensors([part.clone() for part in self.tensors()])
 
     @property
     def num_bytes(self) -> int:
-        return sum(part.nbytes for part in (self.recurrent, self.conv_q, self.conv_k, self.conv_v))
+        return sum(part.nbytes for part in self.tensors())
 
 
 @dataclass
@@ -56,10 +84,46 @@ class MLAState:
 
 
 @dataclass
-class DecodeState:
-    """State of B sequences of equal length after `length` tokens, computed with weights `weights_version`."""
+class PagedMLAState:
+    """A batch's view of one layer's pool [pages, rows, R + P]: the pages of each sequence, and how many rows are filled.
 
-    layers: list[KDAState | MLAState]
+    `tables` [B, most pages] and `lengths` [B] (int64) may be shared by all layers: `advance` is theirs who made them.
+    """
+
+    pool: Tensor
+    tables: Tensor
+    lengths: Tensor
+    replay: bool = False  # one new token, too, attends in the form and order of whole sequences
+
+    def append(self, new_BTL: Tensor) -> None:
+        """Store the latents of T new tokens of each sequence behind its `lengths`; its table has room for them."""
+        page_rows = self.pool.shape[1]
+        at_BT = self.lengths.unsqueeze(1) + torch.arange(new_BTL.shape[1], device=self.lengths.device)
+        pages = self.tables.gather(1, at_BT // page_rows)
+        self.pool.index_put_((pages.flatten(), (at_BT % page_rows).flatten()), new_BTL.flatten(0, 1))
+
+    def rows(self, num_new: int) -> list[Tensor]:
+        """All rows of each sequence, [1, its length + num_new, R + P]."""
+        page_rows, totals = self.pool.shape[1], (self.lengths + num_new).tolist()
+        tables = [table[: -(-total // page_rows)] for table, total in zip(self.tables, totals)]
+        return [self.pool[table].flatten(0, 1)[:total].unsqueeze(0) for table, total in zip(tables, totals)]
+
+    def clone(self) -> PagedMLAState:
+        raise TypeError("pages belong to their pool: copy them there")
+
+    @property
+    def num_bytes(self) -> int:
+        return int(self.lengths.sum()) * self.pool.shape[2] * self.pool.element_size()
+
+
+@dataclass
+class DecodeState:
+    """State of B sequences after `length` tokens, computed with weights `weights_version`.
+
+    The sequences are of equal length, unless their MLA rows lie in pages; `length` then counts for nobody.
+    """
+
+    layers: Sequence[KDAState | MLAState | PagedMLAState]
     length: int = 0
     weights_version: int = 0
 
@@ -73,7 +137,9 @@ class DecodeState:
     @property
     def batch_size(self) -> int:
         first = self.layers[0]
-        return (first.recurrent if isinstance(first, KDAState) else first.rows).shape[0]
+        if isinstance(first, KDAState):
+            return first.recurrent.shape[0]
+        return first.rows.shape[0] if isinstance(first, MLAState) else len(first.lengths)
 
 
 def empty_kda_state(batch: int, heads: int, head_dim: int, width: int, like: Tensor) -> KDAState:

@@ -2,7 +2,7 @@
 
 Three forms. Expanded, for training: keys and values per head. Streamed, for a prefill that continues: the same in blocks of
 keys. Absorbed, for decoding: the up-projections are folded into the query and the output, so that one row of R + rope
-numbers a token serves all heads.
+numbers a token serves all heads. By the native kernel the first two give a token the same bits.
 
 B batch, T queries, S cached tokens, H heads, K query/key dim (nope + rope), V value dim, R latent width.
 """
@@ -10,11 +10,13 @@ B batch, T queries, S cached tokens, H heads, K query/key dim (nope + rope), V v
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import chain
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from moonlet.ops.native import attention as native
 from moonlet.ops.rms_norm import at_least_fp32
 
 
@@ -31,6 +33,10 @@ def causal_attention(
     q_BTHK: Tensor, k_BSHK: Tensor, v_BSHV: Tensor, scale: float, seq_lens: tuple[int, ...] | None = None
 ) -> Tensor:
     """Fused causal attention; with `seq_lens` (B = 1, S = T) each document sees only itself. -> [B, T, H, V]."""
+    if q_BTHK.shape[1] == k_BSHK.shape[1] and native.takes(q_BTHK, k_BSHK, v_BSHV):
+        batch, tokens = q_BTHK.shape[:2]
+        q, k, v = (x.flatten(0, 1) for x in (q_BTHK, k_BSHK, v_BSHV))
+        return native.attention(q, k, v, seq_lens or (tokens,) * batch, scale).unflatten(0, (batch, tokens))
     if seq_lens is None:
         return _fused(q_BTHK, k_BSHK, v_BSHV, scale)
     documents = zip(*(x.split(seq_lens, dim=1) for x in (q_BTHK, k_BSHK, v_BSHV)))
@@ -58,6 +64,16 @@ def streamed_attention(q_BTHK: Tensor, blocks: Iterable[tuple[Tensor, Tensor]], 
     Args:
         blocks: consecutive (k [B, s, H, K], v [B, s, H, V]) from the first token on, `num_keys` tokens together.
     """
+    blocks = iter(blocks)
+    first = next(blocks)
+    blocks = chain([first], blocks)
+    if len(q_BTHK) == 1 and not torch.is_grad_enabled() and native.takes(q_BTHK, *first):
+        pieces = ((k[0], v[0]) for k, v in blocks)
+        return native.streamed_attention(q_BTHK[0], pieces, num_keys, scale).unsqueeze(0)
+    return _streamed(q_BTHK, blocks, num_keys, scale)
+
+
+def _streamed(q_BTHK: Tensor, blocks: Iterable[tuple[Tensor, Tensor]], num_keys: int, scale: float) -> Tensor:
     positions = torch.arange(num_keys - q_BTHK.shape[1], num_keys, device=q_BTHK.device)
     start, total, largest, denominator = 0, None, None, None
     for k_BsHK, v_BsHV in blocks:

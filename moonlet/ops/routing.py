@@ -10,6 +10,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from moonlet.ops.sigmoid import sigmoid
+
 
 class Selection(NamedTuple):
     """indices_NK: chosen experts, best first. cutoff_N: the best biased score that was not chosen."""
@@ -23,7 +25,7 @@ def router_scores(x_ND: Tensor, weight_ED: Tensor, activation: str) -> Tensor:
     with torch.autocast(x_ND.device.type, enabled=False):
         wide = torch.float64 if x_ND.dtype == torch.float64 else torch.float32
         logits = x_ND.to(wide) @ weight_ED.to(wide).T
-    return torch.sigmoid(logits) if activation == "sigmoid" else torch.softmax(logits, dim=-1)
+    return sigmoid(logits) if activation == "sigmoid" else torch.softmax(logits, dim=-1)
 
 
 @torch.no_grad()

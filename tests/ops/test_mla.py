@@ -13,6 +13,7 @@ from moonlet.ops.mla import (
     max_logit_bound,
     streamed_attention,
 )
+from moonlet.ops.mla_pages import attend_pages, attend_pages_plain
 
 
 def _qkv(batch, queries, keys, heads=3, key_dim=12, value_dim=8):
@@ -79,3 +80,42 @@ def test_max_logit_sees_only_what_a_query_sees_and_stays_below_its_bound():
     assert (exact <= max_logit_bound(q, k, 0.3) + 1e-6).all()
     apart = max_logit(q, k, 0.3, seq_lens=(10, 20))
     assert (apart <= exact).all()
+
+
+def _native_case(lengths: tuple[int, ...], heads=3, key_dim=24, value_dim=16):
+    torch.manual_seed(3)
+    shapes = (key_dim, key_dim, value_dim)
+    return tuple(torch.randn(1, sum(lengths), heads, dim, requires_grad=True) for dim in shapes)
+
+
+@pytest.mark.parametrize("lengths", [(1,), (64,), (65,), (49, 1, 7, 130)])
+def test_native_attention_and_its_gradients(lengths):
+    inputs = _native_case(lengths)
+    seq_lens = None if len(lengths) == 1 else lengths
+    out = causal_attention(*inputs, 0.2, seq_lens)
+    documents = zip(*(x.double().split(lengths, dim=1) for x in inputs))
+    expected = torch.cat([causal_attention_plain(*document, 0.2) for document in documents], dim=1)
+    torch.testing.assert_close(out.double(), expected, atol=2e-6, rtol=1e-5)
+    d_out = torch.randn_like(out)
+    grads = torch.autograd.grad(out, inputs, d_out)
+    for grad, exact in zip(grads, torch.autograd.grad(expected, inputs, d_out.double())):
+        torch.testing.assert_close(grad, exact, atol=5e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("lengths", [(5, 1, 20), (40,)])
+def test_paged_attention_reads_its_pages_alone(lengths):
+    torch.manual_seed(4)
+    heads, latent, width, page = 3, 16, 24, 4
+    pool = torch.full((40, page, width), torch.nan)  # a page that is not read may hold anything
+    tables = torch.randperm(40)[: len(lengths) * 10].view(len(lengths), 10)
+    rows = [torch.randn(length, width) for length in lengths]
+    for table, row in zip(tables, rows):
+        for start in range(0, len(row), page):
+            pool[table[start // page], : min(page, len(row) - start)] = row[start : start + page]
+    q = torch.randn(len(lengths), heads, width)
+    out = attend_pages(q, pool, tables, torch.tensor(lengths), latent, 0.3)
+    for b, row in enumerate(rows):
+        weights = torch.softmax(torch.einsum("hl,kl->hk", q[b], row) * 0.3, dim=-1)
+        torch.testing.assert_close(out[b], weights @ row[:, :latent], atol=2e-6, rtol=1e-5)
+    plain = attend_pages_plain(q, pool.nan_to_num(), tables, torch.tensor(lengths), latent, 0.3)
+    torch.testing.assert_close(out, plain, atol=2e-6, rtol=1e-5)

@@ -63,6 +63,17 @@ INLINE void forward_token(const Conv& c, int64_t token, Taps taps, float* out) {
   }
 }
 
+// A token with fewer inputs before it than the convolution is wide. Zeros stand for those that are missing, and the sum is the
+// same as everywhere: where a document's first tokens are computed apart, their bits do not change.
+void forward_early_token(Conv c, int64_t token, int taps, float* out, float* rows) {
+  const int64_t C = c.channels();
+  memset(rows, 0, (c.width - taps) * C * sizeof(float));
+  for (int j = 0; j < taps; j++)
+    memcpy(rows + (c.width - 1 - j) * C, c.x + (token - j) * c.x_step, C * sizeof(float));
+  c.x = rows, c.x_step = C;
+  with_taps(c.width, [&](auto n) { forward_token(c, c.width - 1, n, out); });
+}
+
 // Gradient of the convolution's output for one token, from that of the normalised activation.
 template <class Taps>
 INLINE void backward_token(const Conv& c, int64_t token, Taps taps, const float* d_out, float* d_y, float* slopes) {
@@ -135,14 +146,23 @@ void moonlet_conv_norm_forward(const float* x, const float* weight, const int64_
                                int64_t heads, int64_t dim, int64_t width, int64_t x_step, float eps, int64_t threads) {
   Conv c{x, weight, starts, documents, heads, x_step, (int)dim, (int)width, eps};
   const int64_t tokens = c.tokens(), blocks = blocks_of(tokens);
-#pragma omp parallel for num_threads(threads) if (threads > 1) schedule(static)
-  for (int64_t block = 0; block < blocks; block++) {
-    int64_t token = block * BLOCK, document = c.document_of(token);
-    for (; token < block_end(block, tokens); token++) {
-      if (token == c.starts[document + 1]) document++;
-      with_taps(taps_of(c, token - c.starts[document] + 1),
-                [&](auto n) { forward_token(c, token, n, out + token * c.channels()); });
+#pragma omp parallel num_threads(threads) if (threads > 1)
+  {
+    float* rows = aligned_floats(width * c.channels());
+#pragma omp for schedule(static)
+    for (int64_t block = 0; block < blocks; block++) {
+      int64_t token = block * BLOCK, document = c.document_of(token);
+      for (; token < block_end(block, tokens); token++) {
+        if (token == c.starts[document + 1]) document++;
+        const int taps = taps_of(c, token - c.starts[document] + 1);
+        float* to = out + token * c.channels();
+        if (taps < c.width)
+          forward_early_token(c, token, taps, to, rows);
+        else
+          with_taps(taps, [&](auto n) { forward_token(c, token, n, to); });
+      }
     }
+    free(rows);
   }
 }
 

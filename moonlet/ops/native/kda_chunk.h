@@ -5,8 +5,8 @@
 #pragma once
 #include "product.h"
 
-constexpr int CHUNK = 16, PAIR = 32, MIDDLE = 7;
-constexpr float SAFE_EXPONENT = 44.f;  // beyond it exp(G_i - G_m) and its inverse no longer multiply safely
+constexpr int CHUNK = 16, PAIR = 32;
+constexpr float SAFE_EXPONENT = 84.f;  // beyond it exp(G_i) and its inverse are no normal numbers
 
 struct Strides {  // of one token to the next, in numbers
   int64_t key, value, head;
@@ -21,18 +21,18 @@ struct Tokens {
 struct Chunk {
   int K, V;
   float *memory, *qk, *rise, *fall, *before, *after, *qk_rise, *k_fall, *qk_before, *k_after, *decay, *tiles, *beta;
-  float *row_q, *row_k, *row_g, *start, *end;  // rows [16][K] for tails and pairs; exponents to and from the middle
+  float *row_q, *row_k, *row_g;  // rows [16][K] for tails and pairs
   bool is_pairwise;
 
   Chunk(int K, int V) : K(K), V(V) {
     int64_t KC = (int64_t)K * CHUNK;
-    memory = aligned_floats(KC * 17 + K * 3 + PAIR * CHUNK + CHUNK);
+    memory = aligned_floats(KC * 17 + K + PAIR * CHUNK + CHUNK);
     float* p = memory;
     auto take = [&](float*& part, int64_t count) { part = p, p += count; };
     take(qk, 2 * KC), take(qk_rise, 2 * KC), take(qk_before, 2 * KC);
     take(rise, KC), take(fall, KC), take(before, KC), take(after, KC), take(k_fall, KC), take(k_after, KC);
     take(row_q, KC), take(row_k, KC), take(row_g, KC);
-    take(tiles, PAIR * CHUNK), take(beta, CHUNK), take(decay, K), take(start, K), take(end, K);
+    take(tiles, PAIR * CHUNK), take(beta, CHUNK), take(decay, K);
   }
   ~Chunk() { free(memory); }
   Chunk(const Chunk&) = delete;
@@ -47,19 +47,16 @@ INLINE void copy_rows(const float* from, int64_t step, float* to, int width, int
   memset(to + count * width, 0, (CHUNK - count) * width * sizeof(float));
 }
 
-// Exponents G_i - G_m summed outwards from the middle, into `rise`; says whether the dense tiles are safe.
+// Exponents G_i summed from the chunk's start, into `rise`; says whether the dense tiles are safe. Measured from the start
+// and not from the middle, which would halve them: so no bit of a token depends on the tokens behind it.
 INLINE bool exponents(Chunk& c, const float* g, int64_t step) {
   Vec worst{};
   for (int d = 0; d < c.K; d += LANES) {
-    Vec x[CHUNK], up{}, down{};
+    Vec x[CHUNK], total{};
 #pragma GCC unroll 16
-    for (int i = MIDDLE + 1; i < CHUNK; i++) x[i] = up += load(g + i * step + d);
-    x[MIDDLE] = Vec{};
-#pragma GCC unroll 16
-    for (int i = MIDDLE - 1; i >= 0; i--) x[i] = down -= load(g + (i + 1) * step + d);
-    Vec first = load(g + d) - down;
-    store(c.start + d, first), store(c.end + d, up);
-    worst = larger(worst, larger(absolute(first), larger(absolute(up), absolute(down))));
+    for (int i = 0; i < CHUNK; i++) x[i] = total += load(g + i * step + d);
+    store(c.decay + d, total);
+    worst = larger(worst, absolute(total));
 #pragma GCC unroll 16
     for (int i = 0; i < CHUNK; i += LANES) {
       transpose(x + i);
@@ -91,16 +88,12 @@ INLINE void store_products(Chunk& c, int d, int i, float scale, Vec rise, Vec fa
 // A safe chunk: one exp and one reciprocal for each key channel of each token.
 template <bool for_backward>
 INLINE void dense_decays(Chunk& c, float scale) {
-  for (int d = 0; d < c.K; d += LANES) {
-    Vec to_middle = exponential_of_moderate(load(c.start + d)), from_middle = exponential_of_moderate(load(c.end + d));
-    store(c.start + d, to_middle), store(c.end + d, from_middle), store(c.decay + d, to_middle * from_middle);
-  }
+  for (int d = 0; d < c.K; d += LANES) store(c.decay + d, exponential_of_moderate(load(c.decay + d)));
   for (int d = 0; d < c.K; d++)
     for (int i = 0; i < CHUNK; i += LANES) {
-      Vec rise = exponential_of_moderate(load(c.rise + d * CHUNK + i)), fall = 1.f / rise;
-      Vec before = rise * c.start[d], after = fall * c.end[d];
-      store_decays<for_backward>(c, d * CHUNK + i, rise, fall, before, after);
-      store_products(c, d, i, scale, rise, fall, before, after);
+      Vec rise = exponential_of_moderate(load(c.rise + d * CHUNK + i)), fall = 1.f / rise, after = fall * c.decay[d];
+      store_decays<for_backward>(c, d * CHUNK + i, rise, fall, rise, after);
+      store_products(c, d, i, scale, rise, fall, rise, after);
     }
 }
 
