@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import dataclasses
 import json
 import socket
 import urllib.parse
@@ -247,16 +248,29 @@ def test_wrong_requests_say_what_is_wrong(service, body, words) -> None:
 
 
 def test_options_in_metadata_reach_the_spec(service) -> None:
-    box = service.create(
-        metadata={"moonlet.memory_bytes": str(64 << 20), "moonlet.cpus": "0.5", "moonlet.ttl": "none"},
-        network={"allowOut": ["pypi.org", "*.example.org:443"]},
-    )
+    box = service.create(metadata={"moonlet.memory_bytes": str(64 << 20), "moonlet.cpus": "0.5", "moonlet.ttl": "none"})
     info = service.client.get(box.path).json()
     assert info["moonlet"]["limits"]["memory_bytes"] == 64 << 20 and info["memoryMB"] == 64
     assert info["moonlet"]["expires_at"] is None and info["endAt"].startswith("9999")
-    assert info["network"]["allowOut"] == ["pypi.org", "*.example.org:443"]
-    assert service.client.put(f"{box.path}/network", json=info["network"]).status_code == 204
-    assert service.client.put(f"{box.path}/network", json={"allowOut": ["other.org"]}).status_code == 501
+
+
+def test_hosts_that_may_be_reached_are_shown_and_refusals_are_audited(tmp_path) -> None:
+    backend = ScriptedBackend()
+    backend.caps = dataclasses.replace(scripted_caps(), network=True)
+    with ServiceThread(tmp_path / "state", backend) as service:
+        box = service.create(network={"allowOut": ["pypi.org", "*.example.org:443"]}, allow_internet_access=True)
+        network = service.client.get(box.path).json()["network"]
+        assert network["allowOut"] == ["pypi.org", "*.example.org:443"]
+        assert service.client.put(f"{box.path}/network", json=network).status_code == 204
+        assert service.client.put(f"{box.path}/network", json={"allowOut": ["other.org"]}).status_code == 501
+        proxy = output_of(box.run("echo $https_proxy")).decode().strip()
+        port = proxy.rstrip("/").rsplit(":", 1)[1]
+        ask = f"import socket; s = socket.create_connection(('127.0.0.1', {port})); "
+        ask += "s.sendall(b'CONNECT evil.test:443 HTTP/1.1\\r\\n\\r\\n'); print(s.recv(99))"
+        assert b"403" in output_of(box.run(f'python3 -c "{ask}"'))
+        lines = [json.loads(line) for line in (service.state_dir / "audit.jsonl").read_text().splitlines()]
+        denied = [line for line in lines if line["action"] == "denied"]
+        assert [(line["sandbox"], line["host"], line["port"]) for line in denied] == [(box.id, "evil.test", 443)]
 
 
 def test_what_the_service_does_not_do_it_says(service, box) -> None:

@@ -28,6 +28,7 @@ from moonlet.errors import (
 )
 from moonlet.sandbox.api import SandboxInfo, State
 from moonlet.sandbox.envelope import EnvelopeError
+from moonlet.sandbox.network import Denied
 from moonlet.sandbox.server import control, envd, filesystem, processes
 from moonlet.sandbox.server.answers import ApiError, error_body
 from moonlet.sandbox.server.audit import AuditLog
@@ -59,6 +60,7 @@ def build_app(manager: Any, config: ServerConfig) -> FastAPI:
         metrics=Metrics(lambda: manager.num_reaped),
         watchers=Watchers(config.bounds.watchers, config.bounds.watcher_events),
     )
+    manager.on_denied(lambda sandbox_id, denied: _note_denied(service, sandbox_id, denied))
     app = _new_app(service)
     app.add_api_route("/health", _health, methods=["GET"], response_model=None)
     app.add_api_route("/metrics", _prometheus, methods=["GET"], response_model=None)
@@ -68,6 +70,10 @@ def build_app(manager: Any, config: ServerConfig) -> FastAPI:
     app.add_exception_handler(Exception, _answer_error)
     app.add_middleware(Dispatcher, service=service, traffic=_traffic_app(service))
     return app
+
+
+def _note_denied(service: Service, sandbox_id: str, denied: Denied) -> None:
+    service.audit.write("denied", sandbox=sandbox_id, host=denied.host, port=denied.port, reason=denied.reason)
 
 
 def _new_app(service: Service) -> FastAPI:
