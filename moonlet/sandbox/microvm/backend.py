@@ -15,7 +15,7 @@ from moonlet.sandbox.api import Caps, Limits
 from moonlet.sandbox.backend import Backend, MachineSpec, Probe, Progress, Template
 from moonlet.sandbox.generations import in_thread, storage_errors
 from moonlet.sandbox.microvm.image import add_top_layer, share
-from moonlet.sandbox.microvm.machine import QemuMachine
+from moonlet.sandbox.microvm.machine import DIE_S, QemuMachine
 from moonlet.sandbox.microvm.memory import RAM_FILE
 from moonlet.sandbox.microvm.probing import Found, find_parts
 from moonlet.sandbox.microvm.qemu import MARK, Start
@@ -56,17 +56,12 @@ class MicrovmBackend(Backend):
     async def prepare(self, template: Template, limits: Limits, progress: Progress) -> None:
         """Boots the template unless it has been: some seconds with KVM, ten with emulation, more on a busy machine."""
         _, templates = await self._usable()
-        await templates.get(template, limits, progress)
+        await templates.prepare(template, limits, progress)
 
     async def launch(self, spec: MachineSpec, folder: Path) -> QemuMachine:
         _, templates = await self._usable()
-        for _ in range(3):
-            image = await templates.get(spec.template, spec.limits)
-            try:
-                return await self._start(spec, folder, image)
-            except FileNotFoundError:  # evicted between the two
-                continue
-        raise BackendUnavailableError(f"the booted template {image} vanishes again and again: is its disk full?")
+        async with templates.held(spec.template, spec.limits) as image:
+            return await self._start(spec, folder, image)
 
     async def restore(self, spec: MachineSpec, folder: Path, image: Path) -> QemuMachine:
         """RAM and processors are those of the saved machine, whatever the limits say."""
@@ -82,7 +77,8 @@ class MicrovmBackend(Backend):
         strays = await in_thread(_strays, label, keep)
         for process, _ in strays:
             process.kill()
-        await asyncio.gather(*(process.ended() for process, _ in strays))
+        async with asyncio.timeout(DIE_S):
+            await asyncio.gather(*(process.ended() for process, _ in strays))
         return [f"virtual machine {machine_id}, process {process.pid}" for process, machine_id in strays]
 
     async def _start(self, spec: MachineSpec, folder: Path, image: Path) -> QemuMachine:

@@ -141,8 +141,11 @@ def can_map_to_root() -> bool:
 
 def run_tool(command: list[str], what: str, folder: Path | None = None) -> None:
     """Run a tool that makes `what`. Raises StorageError, TemplateError, BackendUnavailableError."""
+    env = {**os.environ, "LC_ALL": "C"}  # its complaints are read
     try:
-        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=TOOL_TIMEOUT_S, check=False)
+        done = subprocess.run(
+            command, cwd=folder, capture_output=True, text=True, timeout=TOOL_TIMEOUT_S, check=False, env=env
+        )
     except FileNotFoundError as error:
         raise BackendUnavailableError(f"no program '{command[0]}': install qemu-utils and e2fsprogs") from error
     except subprocess.TimeoutExpired as error:

@@ -14,15 +14,17 @@ from moonlet.sandbox.api import FailReason
 from moonlet.sandbox.backend import Machine, MachineSpec, Usage
 from moonlet.sandbox.generations import in_thread, storage_errors
 from moonlet.sandbox.guest.stream import UnixSocket
+from moonlet.sandbox.microvm.console import Console
 from moonlet.sandbox.microvm.image import COPY_LIMIT_BYTES, copy_file, make_layer, share
 from moonlet.sandbox.microvm.memory import RAM_FILE, load_changed, save_changed
 from moonlet.sandbox.microvm.qemu import DISK, Qemu, Start
 from moonlet.sandbox.microvm.qmp import Qmp, QmpError
 from moonlet.sandbox.microvm.saved import PAGES, STATE, Life, Saved
-from moonlet.sandbox.microvm.spawn import AGENT_SOCKET, QMP_SOCKET, SocketFolder, last_words, spawn
+from moonlet.sandbox.microvm.spawn import AGENT_SOCKET, CONSOLE_SOCKET, QMP_SOCKET, SocketFolder, log_end, spawn
 from moonlet.sandbox.namespace.processes import ProcessId
 
 LOAD_S, DIE_S = 120.0, 20.0
+LAST_WORDS = 2000  # characters
 _POLL_S = 0.002
 
 
@@ -35,6 +37,7 @@ class QemuMachine(Machine):
         self.spec, self.folder = spec, folder
         self._life, self._child = life, child
         self._sockets = SocketFolder(folder)
+        self._console = Console()
         self._qmp: Qmp | None = None
         self._lock = asyncio.Lock()
         self._is_frozen = False
@@ -46,12 +49,18 @@ class QemuMachine(Machine):
 
         Raises SandboxDiedError with what QEMU said, SandboxTimeoutError.
         """
-        child = await in_thread(spawn, qemu, start, folder)
-        process = ProcessId.of(child.pid)
-        if process is None:
-            child.wait()
-            raise SandboxDiedError(f"QEMU ended at once; {last_words(folder)}")
-        machine = cls(spec, folder, Life(saved, process), child)
+        children: list[subprocess.Popen[bytes]] = []
+        try:
+            await in_thread(lambda: children.append(spawn(qemu, start, folder)))
+            process = ProcessId.of(children[0].pid)
+            if process is None:
+                raise SandboxDiedError(f"QEMU ended at once: {log_end(folder)}")
+            machine = cls(spec, folder, Life(saved, process), children[0])
+        except BaseException:  # cancelled while it was started, too
+            for child in children:
+                child.kill()
+                child.wait()
+            raise
         try:
             await in_thread(machine._life.write, folder)
             await machine.connect()
@@ -64,6 +73,7 @@ class QemuMachine(Machine):
         """Raises SandboxDiedError with QEMU's complaint if it has ended, SandboxTimeoutError if another one controls it."""
         try:
             self._qmp = await Qmp.open(self._sockets.path(QMP_SOCKET))
+            self._console.open(self._sockets.path(CONSOLE_SOCKET))
             self._is_frozen = (await self._ask("query-status"))["status"] != "running"
         except SandboxDiedError as error:
             raise SandboxDiedError(f"{error}; {self.last_words()}") from error
@@ -80,8 +90,9 @@ class QemuMachine(Machine):
         return UnixSocket(self._sockets.path(AGENT_SOCKET))
 
     def last_words(self) -> str:
-        """What QEMU and the kernel of a guest that boots have printed last."""
-        return last_words(self.folder)
+        """What QEMU and the guest's kernel have printed last."""
+        parts = {"QEMU": log_end(self.folder), "kernel": self._console.text()[-LAST_WORDS:]}
+        return "; ".join(f"{who}: {text}" for who, text in parts.items() if text) or "neither QEMU nor kernel said why"
 
     async def _ask(self, command: str, **arguments: Any) -> Any:
         if self._qmp is None or self._is_destroyed:
@@ -204,6 +215,7 @@ class QemuMachine(Machine):
         if self._is_destroyed:
             await asyncio.Event().wait()  # it did not die on its own
         self._reap()
+        await self._console.finish(self.folder)
         return FailReason.CRASH
 
     def _reap(self) -> None:

@@ -30,6 +30,8 @@ from moonlet.sandbox.microvm.saved import PAGES, Saved
 from moonlet.sandbox.microvm.template import MIN_RAM_MIB, Parts, agent_args, boot_spec, make_ram, wait_for_agent
 
 KVM_BOOT_S, EMULATED_BOOT_S = 8.0, 90.0
+RETRY_S = {"kvm": 24 * 3600.0, "tcg": 60.0}  # emulation works unless something is wrong that may soon be right again
+COMPLAINT_LENGTH = 400
 KVM_DEVICE = Path("/dev/kvm")
 
 log = logging.getLogger("moonlet")
@@ -72,14 +74,15 @@ async def _why_not(cache: Path, parts: Parts, timeout_s: float) -> str:
     """Empty if a machine of these parts boots and can be saved, else what happened instead."""
     about = [parts.qemu.identity, parts.kernel.digest, parts.agent_digest, platform.release(), processor_digest()]
     path = cache / f"probe-{parts.qemu.accel}-{hashlib.sha256(json.dumps(about).encode()).hexdigest()[:16]}.json"
-    known = await in_thread(_read_outcome, path)
+    known = await in_thread(_read_outcome, path, RETRY_S[parts.qemu.accel])
     if known is not None:
         return known
     try:
         await _boot_once(cache, parts, timeout_s)
         outcome = ""
     except (MoonletError, OSError) as error:
-        outcome = f"a guest does not work with {parts.qemu.accel.upper()}: {error}"
+        what = " ".join(str(error).split())[:COMPLAINT_LENGTH]
+        outcome = f"no guest boots with {parts.qemu.accel.upper()} here: {what}"
     await in_thread(_write_outcome, path, outcome)
     return outcome
 
@@ -114,9 +117,11 @@ def _make_empty_disk(folder: Path) -> None:
     make_layer(folder, 1)
 
 
-def _read_outcome(path: Path) -> str | None:
+def _read_outcome(path: Path, retry_s: float) -> str | None:
     try:
-        return str(json.loads(path.read_text())["complaint"])
+        outcome = json.loads(path.read_text())
+        is_fresh = not outcome["complaint"] or 0 <= time.time() - outcome["time"] < retry_s
+        return str(outcome["complaint"]) if is_fresh else None
     except (OSError, ValueError, KeyError, TypeError):
         return None
 

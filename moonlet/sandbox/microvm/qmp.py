@@ -36,19 +36,23 @@ class Qmp:
         try:
             async with asyncio.timeout(timeout_s):
                 self = cls(*await asyncio.open_unix_connection(path, limit=MAX_LINE_BYTES))
-                try:
-                    if "QMP" not in _parsed(await self._reader.readline()):
-                        raise SandboxDiedError("QEMU ended before it could be controlled")
-                    self._pump = asyncio.create_task(self._read_replies(), name="qmp")
-                    await self.command("qmp_capabilities")
-                except BaseException:
-                    await self.close()
-                    raise
+                await self.greet()
                 return self
         except TimeoutError as error:
             raise SandboxTimeoutError(f"QEMU did not answer on {path} within {timeout_s:g} s") from error
         except OSError as error:
             raise SandboxDiedError(f"QEMU does not listen on {path}: {error.strerror or error}") from error
+
+    async def greet(self) -> None:
+        """Agree on capabilities; before it no command is taken."""
+        try:
+            if "QMP" not in _parsed(await self._reader.readline()):
+                raise SandboxDiedError("QEMU ended before it could be controlled")
+            self._pump = asyncio.create_task(self._read_replies(), name="qmp")
+            await self.command("qmp_capabilities")
+        except BaseException:
+            await self.close()
+            raise
 
     async def command(
         self, name: str, *, timeout_s: float = COMMAND_S, descriptor: int | None = None, **arguments: Any

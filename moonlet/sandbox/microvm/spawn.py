@@ -1,4 +1,4 @@
-"""Starts QEMU in a machine's folder, with both of its sockets listening before it runs: nobody has to wait for them."""
+"""Starts QEMU in a machine's folder, with its sockets listening before it runs: nobody has to wait for them."""
 
 from __future__ import annotations
 
@@ -6,12 +6,14 @@ import contextlib
 import os
 import socket
 import subprocess
+from dataclasses import astuple
 from pathlib import Path
 
 from moonlet.errors import SandboxDiedError
-from moonlet.sandbox.microvm.qemu import Qemu, Start, command, readable_by_us
+from moonlet.sandbox.microvm.qemu import Listeners, Qemu, Start, command, readable_by_us
 
-QMP_SOCKET, AGENT_SOCKET, LOG = "qmp.sock", "agent.sock", "qemu.log"
+QMP_SOCKET, AGENT_SOCKET, CONSOLE_SOCKET = "qmp.sock", "agent.sock", "console.sock"
+LOG = "qemu.log"
 MAX_SOCKET_PATH = 107  # bytes, of sun_path without its end
 LAST_WORDS_BYTES = 2000
 
@@ -21,15 +23,16 @@ def spawn(qemu: Qemu, start: Start, folder: Path) -> subprocess.Popen[bytes]:
     with contextlib.ExitStack() as opened:
         at = SocketFolder(folder)
         opened.callback(at.close)
-        qmp, agent = (opened.enter_context(_listening(at.path(name))) for name in (QMP_SOCKET, AGENT_SOCKET))
+        names = (QMP_SOCKET, AGENT_SOCKET, CONSOLE_SOCKET)
+        listeners = Listeners(*(opened.enter_context(_listening(at.path(name))).fileno() for name in names))
         log = opened.enter_context((folder / LOG).open("ab"))
         return subprocess.Popen(
-            readable_by_us(command(qemu, start, qmp.fileno(), agent.fileno())),
+            readable_by_us(command(qemu, start, listeners)),
             cwd=folder,
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
-            pass_fds=(qmp.fileno(), agent.fileno()),
+            pass_fds=astuple(listeners),
             start_new_session=True,
         )
 
@@ -55,14 +58,11 @@ class SocketFolder:
             self._fd = None
 
 
-def last_words(folder: Path) -> str:
-    """The end of what QEMU and the guest's kernel have printed."""
-    parts = []
-    for name in (LOG, "console.log"):
-        with contextlib.suppress(OSError):
-            text = (folder / name).read_bytes()[-LAST_WORDS_BYTES:].decode(errors="replace").strip()
-            parts += [f"{name}: {text}"] if text else []
-    return "; ".join(parts) or "it has printed nothing"
+def log_end(folder: Path) -> str:
+    """The end of what QEMU has printed."""
+    with contextlib.suppress(OSError):
+        return (folder / LOG).read_bytes()[-LAST_WORDS_BYTES:].decode(errors="replace").strip()
+    return ""
 
 
 def _listening(path: Path) -> socket.socket:

@@ -75,18 +75,35 @@ class Templates:
         self._known: dict[tuple[str, Limits], Path] = {}
         self._host: HostFiles | None = None
 
-    async def get(self, template: Template, limits: Limits, progress: Progress | None = None) -> Path:
-        """The folder of a saved machine, booted first if there is none. Safe if several processes do it."""
+    async def prepare(self, template: Template, limits: Limits, progress: Progress | None = None) -> None:
+        """Boot the template if no saved machine of it is there."""
+        async with self.held(template, limits, progress):
+            pass
+
+    @asynccontextmanager
+    async def held(self, template: Template, limits: Limits, progress: Progress | None = None) -> AsyncIterator[Path]:
+        """The folder of a saved machine, booted first if there is none, that nobody removes inside the block.
+
+        Safe if several processes do it.
+        """
         known = self._known.get((template.id, limits))
         if known is None:
             known = self._folder / await in_thread(self._key, template, limits)
             self._known[template.id, limits] = known
-        if not (known / FACTS).exists():
-            async with _locked(self._cache / f"{known.name}.lock"):
+        lock = self._lock(known)
+        while True:
+            async with _locked(lock, fcntl.LOCK_SH):
+                if (known / FACTS).exists():
+                    os.utime(known)
+                    yield known
+                    return
+            async with _locked(lock, fcntl.LOCK_EX):
                 if not (known / FACTS).exists():
                     await self._make(template, limits, known, progress or (lambda what, share: None))
-        await in_thread(os.utime, known)
-        return known
+            await in_thread(self._evict, known)
+
+    def _lock(self, folder: Path) -> Path:
+        return self._cache / f"{folder.name}.lock"
 
     def _key(self, template: Template, limits: Limits) -> str:
         files = template.id
@@ -112,7 +129,6 @@ class Templates:
         except BaseException:
             await in_thread(remove_tree, unfinished)
             raise
-        await in_thread(self._evict, target)
 
     def _make_disk(self, template: Template, limits: Limits, folder: Path) -> None:
         rootfs = template.rootfs or folder / "rootfs"
@@ -159,9 +175,12 @@ class Templates:
         for path in sorted(folders, key=lambda path: path.stat().st_mtime):
             if sum(sizes.values()) <= CACHE_BYTES:
                 return
-            if path != keep:
-                del sizes[path]
-                remove_tree(path)
+            descriptor = os.open(self._lock(path), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            with os.fdopen(descriptor), contextlib.suppress(BlockingIOError):
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if path != keep:
+                    del sizes[path]
+                    remove_tree(path)
 
 
 def agent_args(limits: Limits) -> tuple[str, ...]:
@@ -208,14 +227,14 @@ async def wait_for_agent(machine: QemuMachine, timeout_s: float) -> GuestStream:
 
 
 @asynccontextmanager
-async def _locked(path: Path) -> AsyncIterator[None]:
-    """One at a time among all processes of this host."""
+async def _locked(path: Path, how: int) -> AsyncIterator[None]:
+    """`how` is LOCK_EX for one at a time among all processes of this host, LOCK_SH for many but no such one."""
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         while True:
             try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                fcntl.flock(descriptor, how | fcntl.LOCK_NB)
                 break
             except BlockingIOError:
                 await asyncio.sleep(0.1)  # a blocking wait would hold a thread of the pool for as long as a boot takes
