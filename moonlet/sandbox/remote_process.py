@@ -62,16 +62,7 @@ class RemoteProcess(Process):
     # -- reading ------------------------------------------------------------------------------------------------------
     async def _pump(self, method: str, message: dict[str, Any], timeout_s: float | None) -> None:
         try:
-            for attempt in range(_RECONNECTS):
-                try:
-                    await self._read(method, message, timeout_s)
-                    break
-                except (SandboxTimeoutError, CallError) as error:
-                    if not self._can_reconnect(error, attempt):
-                        raise
-                await asyncio.sleep(min(0.1 * 2**attempt, 3.0))
-                totals = {name: part.total for name, part in self._parts.items()}
-                method, message, timeout_s = "Connect", {"process": {"pid": self.pid}, "moonlet": totals}, None
+            await self._follow(method, message, timeout_s)
         except CallError as error:
             self._error = error.as_file_error() if not self._started.done() else error.as_error()
         except Exception as error:
@@ -81,11 +72,25 @@ class RemoteProcess(Process):
                 self._started.set_exception(self._error or SandboxTimeoutError("the command was not started"))
             self._announce()
 
-    def _can_reconnect(self, error: Exception, attempt: int) -> bool:
-        is_cut = isinstance(error, SandboxTimeoutError) or (
-            isinstance(error, CallError) and error.code == "unavailable"
-        )
-        return is_cut and self._is_ours and self._started.done() and self._end is None and attempt < _RECONNECTS - 1
+    async def _follow(self, method: str, message: dict[str, Any], timeout_s: float | None) -> None:
+        """Read to the end; a stream that breaks off is taken up where it broke, after a resume if need be."""
+        num_cuts = 0
+        while True:
+            try:
+                await self._read(method, message, timeout_s)
+                return
+            except (SandboxTimeoutError, SandboxStateError, CallError) as error:
+                is_paused = isinstance(error, SandboxStateError)
+                num_cuts += not is_paused
+                if not self._can_reconnect(error) or num_cuts > _RECONNECTS:
+                    raise
+            await asyncio.sleep(1.0 if is_paused else min(0.1 * 2**num_cuts, 3.0))
+            totals = {name: part.total for name, part in self._parts.items()}
+            method, message, timeout_s = "Connect", {"process": {"pid": self.pid}, "moonlet": totals}, None
+
+    def _can_reconnect(self, error: Exception) -> bool:
+        is_cut = not isinstance(error, CallError) or error.code == "unavailable"
+        return is_cut and self._is_ours and self._started.done() and self._end is None
 
     async def _read(self, method: str, message: dict[str, Any], timeout_s: float | None) -> None:
         async with self._service.stream(self._access, f"process.Process/{method}", message, timeout_s) as messages:

@@ -35,6 +35,7 @@ MAX_MESSAGE_BYTES = 16 << 20
 NUM_TRIES = 5
 MAX_WAIT_S = 30.0  # a service that asks for more is not waited for
 
+_JSON = {"Content-Type": "application/json"}
 _RETRIED = {429, 502, 503}
 _NO_ROUTE = {404, 405}
 _FILE_ERRNOS = {
@@ -157,6 +158,8 @@ class RemoteService:
                 return
 
     def _checked(self, status: int, answer: dict[str, Any]) -> Any:
+        if status == 410 and "moonlet" in answer:
+            return answer  # all that is known of a sandbox whose machine died
         if status >= 400:
             raise _error_of(status, answer)
         return answer.get("body")
@@ -181,7 +184,11 @@ class RemoteService:
             is_last = attempt == NUM_TRIES - 1
             try:
                 response = await self._client.request(
-                    method, url, headers=headers, json=body, timeout=httpx.Timeout(CONTROL_TIMEOUT_S, connect=10.0)
+                    method,
+                    url,
+                    headers=headers | _JSON,
+                    content=None if body is None else json.dumps(body),
+                    timeout=httpx.Timeout(CONTROL_TIMEOUT_S, connect=10.0),
                 )
             except httpx.TransportError as error:
                 if is_last:
@@ -203,7 +210,9 @@ class RemoteService:
 
         try:
             response = await self._client.post(
-                f"{access.url}/{name}", headers={**access.headers, "Connect-Protocol-Version": "1"}, json=message
+                f"{access.url}/{name}",
+                headers={**access.headers, **_JSON, "Connect-Protocol-Version": "1"},
+                content=json.dumps(message),  # names that are not UTF-8 as escapes
             )
         except httpx.TransportError as error:
             raise SandboxTimeoutError(

@@ -57,7 +57,9 @@ class NewSandbox(BaseModel):
 
 
 class Timeout(BaseModel):
-    timeout: Seconds
+    """`null` is ours: it lives until it is killed."""
+
+    timeout: Seconds | None
 
 
 class Connect(BaseModel):
