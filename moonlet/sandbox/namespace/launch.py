@@ -33,7 +33,7 @@ from moonlet.sandbox.namespace.syscalls import this_architecture
 
 START_TIMEOUT_S = 30.0
 LOG = "machine.log"
-_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+SYSTEM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
 _Result = TypeVar("_Result")
 
@@ -178,7 +178,7 @@ def _spawn(plan: Plan, pair: FifoPair, info: int) -> subprocess.Popen[bytes]:
 
 def _environment(spec: MachineSpec) -> dict[str, str]:
     # Root without capabilities cannot give files away, which tar would try.
-    own = {"PATH": _PATH, "HOME": GUEST_HOME, "LANG": "C.UTF-8", "TAR_OPTIONS": "--no-same-owner"}
+    own = {"PATH": SYSTEM_PATH, "HOME": GUEST_HOME, "LANG": "C.UTF-8", "TAR_OPTIONS": "--no-same-owner"}
     return {**own, **spec.template.env}
 
 

@@ -32,7 +32,7 @@ class NamespaceMachine(Machine):
         self._spec, self._folder, self._identity, self._child = spec, folder, identity, child
         self._cgroup = Cgroup(spec.label, spec.id)
         self._joined: asyncio.Future[None] | None = None
-        self._disk = _DiskUse(folder / "upper")
+        self._disk = _DiskUse((folder / "upper").resolve())
 
     @property
     def init(self) -> ProcessId:

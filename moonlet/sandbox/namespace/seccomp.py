@@ -39,8 +39,10 @@ sethostname setdomainname settimeofday clock_settime adjtimex clock_adjtime
 """  # the view of the file system; other processes and namespaces; the kernel itself; what all machines share
 
 
-def build_filter(architecture: Architecture, families: Sequence[int] = NAMESPACED_FAMILIES) -> bytes:
-    """The program, an array of `struct sock_filter`. Sockets of other than these address families are refused."""
+def build_filter(
+    architecture: Architecture, families: Sequence[int] = NAMESPACED_FAMILIES, also: Sequence[str] = ()
+) -> bytes:
+    """The program, an array of `struct sock_filter`. Refused are sockets of other address families, and the calls `also`."""
     program = [
         (_LOAD, 0, 0, _AT_ARCHITECTURE),
         (_JUMP_EQUAL, 1, 0, architecture.audit),
@@ -50,7 +52,7 @@ def build_filter(architecture: Architecture, families: Sequence[int] = NAMESPACE
     if architecture.name == "x86_64":
         program += [(_JUMP_AT_LEAST, 0, 1, _X32_BIT), (_RETURN, 0, 0, _KILL)]
     refuse = (_RETURN, 0, 0, _ERRNO | errno.EPERM)
-    for name in _REFUSED.split():
+    for name in (*_REFUSED.split(), *also):
         number = architecture.number(name)
         if number is not None:
             program += [(_JUMP_EQUAL, 0, 1, number), refuse]

@@ -31,6 +31,18 @@ def machine_user(label: str, machine_id: str) -> int:
     return _FIRST_USER + int.from_bytes(digest[:8], "little") % _NUM_USERS
 
 
+def can_be_another_user() -> bool:
+    """Whether this process is root with all that it takes to start machines under other users."""
+    if os.geteuid() != 0:
+        return False
+    try:
+        linux.private_mounts()
+        linux.become(machine_user("", ""))
+    except OSError:
+        return False
+    return True
+
+
 class Stage:
     """Made in, and only good for, the calling thread. Raises OSError where root lacks CAP_SYS_ADMIN."""
 

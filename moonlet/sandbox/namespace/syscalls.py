@@ -72,6 +72,10 @@ _NUMBERS: dict[str, tuple[int, int | None]] = {
     "vhangup": (153, 58),
     "iopl": (172, None),
     "ioperm": (173, None),
+    "shmget": (29, 194),
+    "semget": (64, 190),
+    "msgget": (68, 186),
+    "mq_open": (240, 180),
     "modify_ldt": (154, None),
     "uselib": (134, None),
 }
