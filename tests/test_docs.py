@@ -72,10 +72,29 @@ def code_of(page: Path) -> list[str]:
     return [line for match in _CODE.finditer(page.read_text()) for line in (match[1] or match[2]).splitlines()]
 
 
+def options_in(command: Any) -> set[str]:
+    """Options of a command and of the commands below it."""
+    below = [options_in(child) for child in getattr(command, "commands", {}).values()]
+    own = {name for parameter in command.params for name in (*parameter.opts, *parameter.secondary_opts)}
+    return {"--help"}.union(own, *below)
+
+
 @cache
 def options_of(verb: str) -> set[str]:
-    parameters = load_command(verb).params
-    return {"--help", *(name for parameter in parameters for name in (*parameter.opts, *parameter.secondary_opts))}
+    return options_in(load_command(verb))
+
+
+def wrong_words(verb: str, rest: str) -> Iterator[str]:
+    """Words after `moonlet VERB` that are neither a command below it nor an option of that command."""
+    command = load_command(verb)
+    for word in rest.split():
+        if not hasattr(command, "commands"):
+            break
+        if word in command.commands:
+            command = command.commands[word]
+        elif re.fullmatch(r"[a-z]+", word):
+            yield word
+    yield from set(re.findall(r"(?<!\S)--[a-z][a-z-]*", rest.partition(" -- ")[0])) - options_in(command)
 
 
 def anchors(page: Path) -> set[str]:
@@ -139,8 +158,7 @@ def test_verbs_and_options_exist(page: Path):
             verb, rest = match.groups()
             if verb in ("--help", "--version"):
                 continue
-            options = options_of(verb) if verb in VERBS else set()
-            wrong += [line] if verb not in VERBS or set(re.findall(r"--[a-z][a-z-]*", rest)) - options else []
+            wrong += [line] if verb not in VERBS or [*wrong_words(verb, rest)] else []
         elif line.startswith("--") and line.split()[0] not in every_option:
             wrong.append(line)
     assert wrong == []

@@ -17,7 +17,10 @@ from moonlet.process import settle_process
 
 
 class Verb(NamedTuple):
-    """`function` in `module` is the command; its signature gives the options, `summary` stands in the overview."""
+    """`function` in `module` is the command, or a typer application with commands of its own.
+
+    Its signature gives the options, `summary` stands in the overview.
+    """
 
     module: str
     function: str
@@ -31,6 +34,7 @@ VERBS = {
     "report": Verb("moonlet.cli.report", "report", "Write report.html and results.json from a run directory."),
     "chat": Verb("moonlet.cli.chat", "chat", "Talk to a trained run in the terminal."),
     "export": Verb("moonlet.cli.export", "export", "Write a run in the released checkpoint layout."),
+    "sandbox": Verb("moonlet.cli.sandbox", "app", "Machines that pause: start, exec, pause, resume, fork, snapshot."),
     "size": Verb("moonlet.cli.size", "size", "Count parameters, FLOPs and bytes without allocating anything."),
     "doctor": Verb("moonlet.cli.doctor", "doctor", "Say what this machine is, what will be used and what is missing."),
 }
@@ -39,8 +43,11 @@ VERBS = {
 def load_command(name: str) -> Any:
     """The command object of a verb; imports the verb's module."""
     verb = VERBS[name]
+    command = getattr(importlib.import_module(verb.module), verb.function)
+    if isinstance(command, typer.Typer):
+        return typer.main.get_command(command)
     app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-    app.command(name)(getattr(importlib.import_module(verb.module), verb.function))
+    app.command(name)(command)
     return typer.main.get_command(app)
 
 

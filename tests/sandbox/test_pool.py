@@ -40,7 +40,7 @@ def test_a_lease_is_a_machine_until_its_end() -> None:
             with pytest.raises(SandboxStateError, match="async with"):
                 _ = lease.sandbox
         assert host.specs[0].on_timeout == "kill" and host.specs[0].ttl_s == PoolConfig.orphan_ttl_s
-        assert host.specs[0].metadata == {"task": "7", "moonlet.pool": "rollouts"}
+        assert host.specs[0].metadata == {"task": "7", "moonlet-pool": "rollouts"}
 
     run_virtually(run())
 

@@ -19,7 +19,7 @@ class PoolConfig:
     most the share `retry_share` of the leases may be such repetitions, so that a broken host is noticed.
 
     Machines end `orphan_ttl_s` after a pool that was killed. Paused ones do not end on their own in a service: they carry
-    the metadata `moonlet.pool` with the `name` of the pool, by which `moonlet sandbox rm --metadata` finds them.
+    the metadata `moonlet-pool` with the `name` of the pool, by which `moonlet sandbox rm --metadata` finds them.
     """
 
     max_running: int = 8

@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 CreateSandbox = Callable[[SandboxSpec], Awaitable[Sandbox]]
 Setup = Callable[[Sandbox], Awaitable[None]]
 
-POOL_METADATA = "moonlet.pool"
+POOL_METADATA = "moonlet-pool"
 INFRASTRUCTURE = (SandboxTimeoutError, SandboxDiedError, SandboxLimitError)  # worth another try
 _FREE_RETRIES = 10  # allowed before the share of leases counts
 _DESTROY_ATTEMPTS = 3
