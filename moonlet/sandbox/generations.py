@@ -81,9 +81,16 @@ def storage_errors(what: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.errno not in _DISK_ERRORS:
+        code = _disk_error(error)
+        if code is None:
             raise
-        raise StorageError(f"{what}: {error.strerror}; free some space, what was there before is intact") from error
+        raise StorageError(f"{what}: {os.strerror(code)}; free some space, what was there before is intact") from error
+
+
+def _disk_error(error: OSError) -> int | None:
+    if isinstance(error, shutil.Error):  # of a tree: it holds the texts of many
+        return next((code for code in _DISK_ERRORS if f"[Errno {code}]" in str(error)), None)
+    return error.errno if error.errno in _DISK_ERRORS else None
 
 
 def check_space(folder: Path, needed_bytes: int, reserve_bytes: int) -> None:

@@ -40,7 +40,9 @@ class ScriptedBackend(Backend):
     name = "scripted"
     strength = 1
 
-    def __init__(self, *, frees_memory: bool = True, version: str = "1") -> None:
+    def __init__(self, *, frees_memory: bool = True, version: str = "1", agent: tuple[str, ...] = ()) -> None:
+        """`agent` is a program to take in place of the real one."""
+        self.agent = agent
         self.caps: Caps | None = scripted_caps(frees_memory=frees_memory)
         self.version = version
         self.faults: dict[str, Fault] = {}
@@ -93,7 +95,7 @@ class ScriptedBackend(Backend):
         for name in ("to_guest", "from_guest"):
             os.mkfifo(folder / name)
         ends = [os.open(folder / name, os.O_RDWR) for name in ("to_guest", "from_guest")]
-        command = [str(guest_binary()), "--home", str(folder / "home"), "--processes", "4000"]
+        command = [*(self.agent or (str(guest_binary()),)), "--home", str(folder / "home"), "--processes", "4000"]
         with (folder / "console.log").open("wb") as console:
             process = subprocess.Popen(
                 command,
@@ -105,8 +107,7 @@ class ScriptedBackend(Backend):
             )
         for end in ends:
             os.close(end)
-        owner = Owner.of(process.pid)
-        assert owner is not None
+        owner = Owner.of(process.pid) or Owner(process.pid, 0)
         (folder / "process.json").write_text(json.dumps([owner.pid, owner.start]))
         machine = ScriptedMachine(self, folder)
         try:

@@ -283,7 +283,6 @@ def test_destroy_while_calls_are_in_flight(tmp_path: Path) -> None:
     asyncio.run(run())
 
 
-@pytest.mark.slow
 def test_two_hundred_creates_at_once(tmp_path: Path) -> None:
     async def run() -> None:
         async with managed(tmp_path, max_running=200) as manager:

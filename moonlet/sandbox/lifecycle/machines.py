@@ -6,9 +6,10 @@ import asyncio
 import contextlib
 import hashlib
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 from moonlet.errors import MoonletError, SandboxDiedError, SandboxError, SandboxTimeoutError
 from moonlet.sandbox.api import FailReason, State
@@ -22,6 +23,7 @@ from moonlet.sandbox.network import AllowList, NetworkProxy
 
 _HELLO_S = 10.0  # a machine that has run before answers by then, or it is taken for dead
 _LOG_BYTES = 256 << 10
+_LAST_WORDS_BYTES = 500  # of a machine that died while it started, in the error
 _closing: set[asyncio.Task[None]] = set()  # so that they are not collected before they end
 
 log = logging.getLogger(__name__)
@@ -57,11 +59,37 @@ async def start_machine(core: Core, box: Box, image: Path | None) -> None:
                     box.machine = await backend.launch(spec, box.live)
                 else:
                     box.machine = await backend.restore(spec, box.live, image)
-                await open_guest(core, box, core.config.create_timeout_s, is_fresh=image is None)
-                await refresh(box)
+                await _unless_dead(box, _greet(core, box, is_fresh=image is None))
         except BaseException:
             await settled(asyncio.ensure_future(let_go(box)))
             raise
+
+
+async def _greet(core: Core, box: Box, *, is_fresh: bool) -> None:
+    await open_guest(core, box, core.config.create_timeout_s, is_fresh=is_fresh)
+    await refresh(box)
+
+
+async def _unless_dead(box: Box, work: Coroutine[Any, Any, None]) -> None:
+    """Do `work` with a machine that may die meanwhile, which ends it: nobody waits for an agent that is gone."""
+    assert box.machine is not None
+    death, working = asyncio.ensure_future(box.machine.wait_dead()), asyncio.ensure_future(work)
+    try:
+        await asyncio.wait({death, working}, return_when=asyncio.FIRST_COMPLETED)
+        if working.done():
+            working.result()
+            return
+        words = (await in_thread(read_logs, box))[-_LAST_WORDS_BYTES:].decode(errors="replace").strip()
+        raise SandboxDiedError(
+            f"the machine of sandbox {box.id} died while it started ({death.result()}){': ' if words else ''}{words}",
+            death.result(),
+        )
+    finally:
+        for task in (death, working):
+            task.cancel()
+        await asyncio.wait({death, working})
+        if not working.cancelled():
+            working.exception()  # seen
 
 
 async def open_guest(core: Core, box: Box, timeout_s: float = _HELLO_S, *, is_fresh: bool = False) -> None:
