@@ -50,6 +50,7 @@ class RemoteSandbox(Sandbox):
         self._access = service.access(body)
         self._envd = version_of(str(body.get("envdVersion", "")))
         self._processes: list[RemoteProcess] = []
+        self._is_let_go = False
 
     @classmethod
     async def create(  # type: ignore[override]
@@ -87,6 +88,9 @@ class RemoteSandbox(Sandbox):
 
     async def aclose(self) -> None:
         """Let go of the connections; the sandbox lives on."""
+        if self._is_let_go:
+            return
+        self._is_let_go = True
         for process in self._processes:
             process.abandon()
         await self._service.aclose()

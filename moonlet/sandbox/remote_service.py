@@ -9,8 +9,8 @@ import uuid
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import Any
-from urllib.parse import urlencode, urlsplit
+from typing import TYPE_CHECKING, Any
+from urllib.parse import quote, urlencode, urlsplit
 
 from moonlet.errors import (
     BackendUnavailableError,
@@ -26,6 +26,9 @@ from moonlet.errors import (
 from moonlet.sandbox.envelope import END, EnvelopeError, EnvelopeReader, envelope
 from moonlet.sandbox.server.answers import error_from
 from moonlet.sandbox.server.config import ENVD_PORT
+
+if TYPE_CHECKING:
+    import httpx
 
 CONTROL_TIMEOUT_S = 300.0  # a create may have to boot a machine, a pause to write its memory
 CALL_TIMEOUT_S = 60.0
@@ -98,7 +101,18 @@ class RemoteService:
         self._num_owners = 1
         self._has_v2: dict[str, bool] = {}  # by method and kind of path, once known
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=64)
-        self._client = httpx.AsyncClient(limits=limits, timeout=httpx.Timeout(CALL_TIMEOUT_S, connect=10.0))
+        is_plain = self.url.startswith("http://") and not (traffic_url or "").startswith("https")
+        self._client = httpx.AsyncClient(
+            limits=limits,
+            timeout=httpx.Timeout(CALL_TIMEOUT_S, connect=10.0),
+            verify=not is_plain,  # certificates that nobody shows need not be loaded, which takes longer than a create
+        )
+
+    @property
+    def _http(self) -> httpx.AsyncClient:
+        if self._client.is_closed:
+            raise SandboxNotFoundError("this sandbox was destroyed, or let go with `aclose`")
+        return self._client
 
     def share(self) -> RemoteService:
         """This service for one more owner; the connections close when the last one does."""
@@ -183,7 +197,7 @@ class RemoteService:
         for attempt in range(NUM_TRIES):
             is_last = attempt == NUM_TRIES - 1
             try:
-                response = await self._client.request(
+                response = await self._http.request(
                     method,
                     url,
                     headers=headers | _JSON,
@@ -209,7 +223,7 @@ class RemoteService:
         import httpx
 
         try:
-            response = await self._client.post(
+            response = await self._http.post(
                 f"{access.url}/{name}",
                 headers={**access.headers, **_JSON, "Connect-Protocol-Version": "1"},
                 content=json.dumps(message),  # names that are not UTF-8 as escapes
@@ -240,7 +254,7 @@ class RemoteService:
             headers["Connect-Timeout-Ms"] = str(max(1, round(timeout_s * 1000)))
         timeout = httpx.Timeout(CALL_TIMEOUT_S, read=DEAD_S, connect=10.0)
         try:
-            async with self._client.stream(
+            async with self._http.stream(
                 "POST", f"{access.url}/{name}", headers=headers, content=envelope(message), timeout=timeout
             ) as response:
                 if response.status_code >= 400:
@@ -255,7 +269,7 @@ class RemoteService:
         import httpx
 
         try:
-            async with self._client.stream(
+            async with self._http.stream(
                 "GET", f"{access.url}/files?path={_quoted(path)}", headers=access.headers
             ) as response:
                 if response.status_code >= 400:
@@ -272,7 +286,7 @@ class RemoteService:
         if "content" in options:
             headers["Content-Type"] = "application/octet-stream"
         try:
-            response = await self._client.post(
+            response = await self._http.post(
                 f"{access.url}/files?path={_quoted(path)}{query}", headers=headers, **options
             )
         except httpx.TransportError as error:
@@ -331,8 +345,6 @@ async def _messages(chunks: AsyncIterator[bytes]) -> AsyncIterator[dict[str, Any
 
 
 def _quoted(path: str) -> str:
-    from urllib.parse import quote
-
     return quote(path.encode("utf-8", "surrogateescape"), safe="/")
 
 

@@ -218,6 +218,24 @@ def test_lifecycle(service) -> None:
         assert await again.read_file("f") == b"kept"
         await again.aclose()
         await sandbox.destroy()
+        await sandbox.destroy()
+        for call in (sandbox.exec("true"), sandbox.info(), sandbox.read_file("f"), sandbox.write_file("f", b"")):
+            with pytest.raises(SandboxNotFoundError):
+                await call
+
+    use(service, work)
+
+
+def test_who_still_holds_a_sandbox_that_another_destroyed_is_told(service) -> None:
+    async def work(sandbox: RemoteSandbox) -> None:
+        other = await RemoteSandbox.attach(sandbox.id, url=service.url, api_key=service.api_key)
+        waiting = asyncio.ensure_future(sandbox.exec("sleep 100"))
+        while not await other.processes():
+            await asyncio.sleep(0.01)
+        await other.destroy()
+        for call in (waiting, sandbox.exec("true"), sandbox.info(), sandbox.pause(), sandbox.read_file("f")):
+            with pytest.raises(SandboxNotFoundError):
+                await call
 
     use(service, work)
 
