@@ -174,7 +174,7 @@ def _mounts(bundle: Bundle, spec: MachineSpec, *, preload: bool) -> list[dict[st
         mounts += [_bind(host.path, host.path) for host in host_dirs() if not host.link_target]
     if rootfs is None or not any((rootfs / GUEST_HOME[1:]).glob("*")):
         mounts.append(_memory_mount(GUEST_HOME, spec, mode="755"))
-    if preload:
+    if preload and (rootfs is None or (rootfs / "etc/ld.so.preload").is_file()):
         mounts.append(_bind(bundle.guest_folder / "ld.so.preload", "/etc/ld.so.preload"))
     return mounts
 

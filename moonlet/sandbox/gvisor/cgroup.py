@@ -13,18 +13,19 @@ import time
 from pathlib import Path
 
 _ROOT = Path("/sys/fs/cgroup")
+_TOP = "moonlet-gvisor"  # not the folder in which other backends look for their own
 _REMOVE_S = 5.0
 
 
 def cgroups_path(label: str, container: str) -> str:
     """Path of a container below the root of every hierarchy, as `linux.cgroupsPath` takes it."""
-    return f"/moonlet/{label}/{container}"
+    return f"/{_TOP}/{label}/{container}"
 
 
 def find_cgroups(label: str, container: str | None = None) -> list[Path]:
     """Directories of one container or of all of a label."""
     pattern = container or "*"
-    return [*_ROOT.glob(f"moonlet/{label}/{pattern}/"), *_ROOT.glob(f"*/moonlet/{label}/{pattern}/")]
+    return [*_ROOT.glob(f"{_TOP}/{label}/{pattern}/"), *_ROOT.glob(f"*/{_TOP}/{label}/{pattern}/")]
 
 
 def count_oom_kills(label: str, container: str) -> int:

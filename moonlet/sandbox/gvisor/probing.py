@@ -26,6 +26,7 @@ _NOTES = (
     "files of the guest live in its memory: disk_bytes counts only as far as memory_bytes allows",
     "a guest that uses more than memory_bytes ends as a whole",
 )
+_LINK_NOTE = "in this version of gVisor a symbolic link to exactly / leads astray (one to /. does not)"
 _NO_CGROUP_NOTE = "no control groups here: memory is checked twice a second, cpus is not enforced"
 
 
@@ -95,20 +96,23 @@ async def _use(machine: GvisorMachine, folder: Path) -> tuple[bool, tuple[str, .
     await asyncio.to_thread(write_bundle, bundle, machine.spec, {"agent": agent})
     await machine.begin(None)
     stream = await GuestStream.open(machine.endpoint(), timeout_s=30)
-    listed = await Guest(stream).exec(["ls", "-d", "/"], timeout_s=30)
+    guest = Guest(stream)
+    listed = await guest.exec(["ls", "-d", "/"], timeout_s=30)
+    followed = await guest.exec("touch /tmp/seen; ln -s / root; rm root/tmp/seen", timeout_s=30)
     stream.close()
     image = folder / "image"
     image.mkdir()
     await machine.save(image, is_final=True)
     await machine.thaw()
     (await GuestStream.open(machine.endpoint(), timeout_s=30)).close()
+    notes = () if followed.exit_code == 0 else (_LINK_NOTE,)
     if listed.exit_code == 0:
-        return False, ()
+        return False, notes
     try:
         await asyncio.to_thread(build_preload)
     except SandboxError as error:
-        return False, (f"ls and stat of coreutils fail in this version: {error}",)
-    return True, ()
+        return False, (*notes, f"ls and stat of coreutils fail in this version: {error}")
+    return True, notes
 
 
 async def _sweep_old_probes() -> None:
