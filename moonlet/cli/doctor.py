@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib.util
 import os
 import platform
@@ -35,13 +36,17 @@ class Row(NamedTuple):
 
 
 def doctor(
-    probe: Annotated[bool, typer.Option(help="Also try processes and collectives for real (about 15 s).")] = True,
+    probe: Annotated[bool, typer.Option(help="Also try sandboxes, processes and collectives for real (20 s).")] = True,
 ) -> None:
     """Say what this machine is, what will be used and what is missing; exit 1 if something needed is broken."""
     sections = {"machine": _machine(), "software": _software(), "will be used": _choices(), "missing": _missing()}
     for title, rows in sections.items():
         _show(title, rows or [Row("nothing", "")])
     if probe:
+        typer.echo("\nsandboxes, each kind really started (some seconds) ...")
+        sections["sandboxes"] = _sandboxes()
+        _show("", sections["sandboxes"])
+    if probe and importlib.util.find_spec("torch"):
         from moonlet.parallel.probe import probe as run_probe
 
         typer.echo("\nchecks, in two processes over gloo (some seconds) ...")
@@ -137,6 +142,22 @@ def _missing() -> list[Row]:
     for package, (extra, purpose) in _OPTIONAL.items():
         if importlib.util.find_spec(package) is None:
             rows.append(Row(package, f"{purpose}: pip install -e '.[{extra}]'", "note"))
+    return rows
+
+
+def _sandboxes() -> list[Row]:
+    """What each kind of machine can do here; none of them is needed for training."""
+    from moonlet.sandbox.choose import probe_all
+
+    rows = []
+    for found in asyncio.run(probe_all()):
+        caps = found.caps
+        if caps is None:
+            rows.append(Row(found.backend, " ".join(found.reason.split()), "note"))
+            continue
+        pause = "a pause keeps processes on disk" if caps.processes_survive_pause else "a pause only freezes"
+        fork = "forks processes" if caps.fork_processes else "forks files"
+        rows.append(Row(found.backend, f"isolation {caps.isolation}, {pause}, {fork}", "ok"))
     return rows
 
 
