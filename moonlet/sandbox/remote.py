@@ -159,7 +159,8 @@ class RemoteSandbox(Sandbox):
         for info in reversed(await self.processes()):
             if name in (info.pid, info.command_id) or (info.tag and name == info.tag):
                 process = RemoteProcess(self._service, self._access, self._is_ours)
-                await process.open("Connect", {"process": {"pid": info.pid}}, None)
+                selector = {"pid": info.pid} | ({"moonlet": info.command_id} if self._is_ours else {})
+                await process.open("Connect", {"process": selector}, None)
                 self._processes.append(process)
                 return process
         raise SandboxNotFoundError(f"no running command of sandbox {self.id} has the id, pid or tag {name!r}")

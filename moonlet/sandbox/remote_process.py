@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import contextlib
 from collections.abc import AsyncIterator
 from typing import Any, Literal
 
@@ -33,7 +34,7 @@ class RemoteProcess(Process):
     def __init__(
         self, service: RemoteService, access: Access, is_ours: bool, limit: int = DEFAULT_OUTPUT_BYTES
     ) -> None:
-        self.command_id, self.pid = "", 0
+        self.command_id, self.pid, self._input = "", 0, "stdin"
         self._service, self._access, self._is_ours = service, access, is_ours
         self._parts = {"stdout": _Collected(limit), "stderr": _Collected(limit)}
         self._order: list[tuple[Literal["stdout", "stderr"], int, int]] = []  # which bytes came when
@@ -46,6 +47,7 @@ class RemoteProcess(Process):
 
     async def open(self, method: str, message: dict[str, Any], timeout_s: float | None) -> RemoteProcess:
         """Start or connect; returns once the command runs. Raises what the service says against it."""
+        self._input = "pty" if "pty" in message else "stdin"
         self._task = asyncio.ensure_future(self._pump(method, message, timeout_s))
         try:
             await self._started
@@ -86,7 +88,7 @@ class RemoteProcess(Process):
                     raise
             await asyncio.sleep(1.0 if is_paused else min(0.1 * 2**num_cuts, 3.0))
             totals = {name: part.total for name, part in self._parts.items()}
-            method, message, timeout_s = "Connect", {"process": {"pid": self.pid}, "moonlet": totals}, None
+            method, message, timeout_s = "Connect", self._selector | {"moonlet": totals}, None
 
     def _can_reconnect(self, error: Exception) -> bool:
         is_cut = not isinstance(error, CallError) or error.code == "unavailable"
@@ -170,20 +172,22 @@ class RemoteProcess(Process):
         )
 
     async def write_stdin(self, data: bytes, *, close: bool = False) -> None:
-        for start in range(0, len(data), STDIN_PIECE_BYTES):
-            await self._write_piece(data[start : start + STDIN_PIECE_BYTES])
-        if close:
-            await self._call("CloseStdin", {})
+        pieces = [data[at : at + STDIN_PIECE_BYTES] for at in range(0, len(data), STDIN_PIECE_BYTES)] or [b""]
+        for piece in pieces[:-1]:
+            await self._write_piece(piece, close=False)
+        await self._write_piece(pieces[-1], close=close and self._is_ours)
+        if close and not self._is_ours:
+            with contextlib.suppress(SandboxNotFoundError):  # it has ended, and its input with it
+                await self._call("CloseStdin", {})
 
-    async def _write_piece(self, piece: bytes) -> None:
+    async def _write_piece(self, piece: bytes, *, close: bool) -> None:
         """Wait where the command does not read as fast as we write."""
-        encoded = base64.b64encode(piece).decode()
+        message = self._selector | {"input": {self._input: base64.b64encode(piece).decode()}}
+        message |= {"moonlet": "close"} if close else {}
         wait_s = 0.01
         while True:
             try:
-                await self._service.call(
-                    self._access, "process.Process/SendInput", self._selector | {"input": {"stdin": encoded}}
-                )
+                await self._service.call(self._access, "process.Process/SendInput", message)
                 return
             except CallError as error:
                 if error.code != "resource_exhausted" or self._is_over:
@@ -210,7 +214,7 @@ class RemoteProcess(Process):
 
     @property
     def _selector(self) -> dict[str, Any]:
-        return {"process": {"pid": self.pid}}
+        return {"process": {"pid": self.pid} | ({"moonlet": self.command_id} if self._is_ours else {})}
 
     async def _call(self, name: str, fields: dict[str, Any]) -> None:
         try:

@@ -135,7 +135,7 @@ def _process_body(info: ProcessInfo) -> dict[str, Any]:
 @router.post("/SendInput", response_model=None)
 async def send_input(request: Request) -> Response:
     body = await read_unary(request, _limit(request))
-    await _write(request, body, _input(body), timeout_s(request))
+    await _write(request, body, _input(body), timeout_s(request), close=body.get("moonlet") == "close")
     return JSONResponse({})
 
 
@@ -218,11 +218,15 @@ async def update(request: Request) -> Response:
 async def _selected(guest: Guest, body: dict[str, Any], *, is_ended_fine: bool = False) -> GuestProcess:
     """The process that a selector names by guest pid or by tag: the newest that runs, else the newest."""
     selector = _object(body, "process")
-    pid, tag = selector.get("pid"), selector.get("tag")
+    pid, tag, command_id = selector.get("pid"), selector.get("tag"), selector.get("moonlet")
     is_pid = isinstance(pid, int) and not isinstance(pid, bool)
-    if not is_pid and not (isinstance(tag, str) and tag):
+    if isinstance(command_id, str):  # clients of ours name the very command, also when its number is another's by now
+        found = [each for each in await guest.processes() if each.command_id == command_id]
+        is_ended_fine = True
+    elif is_pid or (isinstance(tag, str) and tag):
+        found = [each for each in await guest.processes() if (each.pid == pid if is_pid else each.tag == tag)]
+    else:
         raise ConnectError("invalid_argument", "process must be {'pid': number} or {'tag': text}")
-    found = [each for each in await guest.processes() if (each.pid == pid if is_pid else each.tag == tag)]
     found.sort(key=lambda each: each.is_running)
     if not found or not (found[-1].is_running or is_ended_fine):
         raise ConnectError("not_found", f"there is no running process {pid if is_pid else tag}")
