@@ -88,7 +88,7 @@ class ScriptedBackend(Backend):
             if identity not in keep:
                 found.append(f"process {pid} of {identity}")
                 with contextlib.suppress(ProcessLookupError):
-                    os.killpg(pid, signal.SIGKILL)
+                    os.kill(pid, signal.SIGKILL)
         return found
 
     async def _start(self, spec: MachineSpec, folder: Path, last_step: str) -> ScriptedMachine:
@@ -170,7 +170,11 @@ class ScriptedMachine(Machine):
         await self.backend.step("destroy")
         if self.is_alive:
             self._signal_all(signal.SIGKILL)
-        while self.is_alive:
+        identity = self.folder.parent.name
+        while left := [pid for pid, name in _labelled(None) if name == identity]:  # what was forked meanwhile
+            for pid in left:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
             _reap()
             await asyncio.sleep(0.002)
         _reap()
@@ -204,19 +208,19 @@ def _tree(pid: int) -> list[int]:
     return found
 
 
-def _labelled(label: str) -> list[tuple[int, str]]:
-    """Agents of this label: (pid, sandbox)."""
+def _labelled(label: str | None) -> list[tuple[int, str]]:
+    """Agents of this label (None: any) and their commands, which inherit it: (pid, sandbox)."""
     found = []
     for name in filter(str.isdecimal, os.listdir("/proc")):
         with contextlib.suppress(OSError):
             env = dict(
                 item.split("=", 1) for item in Path(f"/proc/{name}/environ").read_text().split("\0") if "=" in item
             )
-            if env.get("MOONLET_LABEL") == label and os.getpgid(int(name)) == int(name) and Owner.of(int(name)):
+            if "MOONLET_ID" in env and label in (None, env.get("MOONLET_LABEL")) and Owner.of(int(name)):
                 found.append((int(name), env["MOONLET_ID"]))
     return found
 
 
 def living(label: str) -> list[str]:
-    """Sandboxes whose agents are alive."""
-    return sorted(identity for _, identity in _labelled(label))
+    """Sandboxes of which a process is alive."""
+    return sorted({identity for _, identity in _labelled(label)})
