@@ -47,7 +47,7 @@ class Readable(Protocol):
     def read(self, size: int = -1, /) -> bytes: ...
 
 
-def read_entries(stream: Readable) -> Iterator[tuple[Entry, IO[bytes] | None]]:
+def read_entries(stream: Readable) -> Iterator[tuple[Entry, Readable | None]]:
     """Entries of an uncompressed tar in its order; of a file with its content, to be read before the next one.
 
     Raises TemplateError for what is no tar, is cut short, or is hostile.
@@ -64,9 +64,21 @@ def read_entries(stream: Readable) -> Iterator[tuple[Entry, IO[bytes] | None]]:
                     )
                 entry = _entry(member)
                 if entry is not None:
-                    yield entry, tar.extractfile(member) if entry.kind == "file" else None
+                    file = tar.extractfile(member) if entry.kind == "file" else None
+                    yield entry, _Content(file) if file else None
     except (tarfile.TarError, EOFError, UnicodeError, OverflowError, ValueError) as error:
         raise TemplateError(f"not a whole tar: {error}") from error
+
+
+class _Content:
+    def __init__(self, file: IO[bytes]) -> None:
+        self._file = file
+
+    def read(self, size: int = -1, /) -> bytes:
+        try:
+            return self._file.read(size)
+        except tarfile.TarError as error:
+            raise TemplateError(f"not a whole tar: {error}") from error
 
 
 def _entry(member: tarfile.TarInfo) -> Entry | None:
