@@ -10,7 +10,7 @@ import os
 import re
 from pathlib import Path
 
-from moonlet.errors import BackendUnavailableError, SandboxError
+from moonlet.errors import BackendUnavailableError, SandboxDiedError, SandboxError, SnapshotError
 from moonlet.sandbox.api import Caps, Limits
 from moonlet.sandbox.backend import Backend, MachineSpec, Probe, Progress, Template
 from moonlet.sandbox.generations import in_thread, storage_errors
@@ -60,8 +60,12 @@ class MicrovmBackend(Backend):
 
     async def launch(self, spec: MachineSpec, folder: Path) -> QemuMachine:
         _, templates = await self._usable()
-        async with templates.held(spec.template, spec.limits) as image:
-            return await self._start(spec, folder, image)
+        try:
+            async with templates.held(spec.template, spec.limits) as image:
+                return await self._start(spec, folder, image)
+        except SnapshotError as error:
+            await templates.discard(spec.template, spec.limits)
+            raise SandboxError(f"a booted template was damaged and is removed: try again ({error})") from error
 
     async def restore(self, spec: MachineSpec, folder: Path, image: Path) -> QemuMachine:
         """RAM and processors are those of the saved machine, whatever the limits say."""
@@ -92,10 +96,15 @@ class MicrovmBackend(Backend):
         try:
             await machine.load(image)
             await machine.thaw()
+            return machine
+        except SandboxDiedError as error:
+            await machine.destroy()
+            raise SnapshotError(
+                f"the machine saved in {image} does not go on: {error}; {machine.last_words()}"
+            ) from error
         except BaseException:
             await machine.destroy()
             raise
-        return machine
 
     async def _usable(self) -> tuple[Found, Templates]:
         probe = await self.probe()
@@ -125,8 +134,11 @@ def _accepted(found: Found) -> Probe:
 
 
 def _take_files(image: Path, folder: Path, saved: Saved) -> Saved:
-    share(image / RAM_FILE, folder / RAM_FILE)
-    layer = add_top_layer(folder, image, saved.layer, saved.template_layers)
+    try:
+        share(image / RAM_FILE, folder / RAM_FILE)
+        layer = add_top_layer(folder, image, saved.layer, saved.template_layers)
+    except FileNotFoundError as error:
+        raise SnapshotError(f"{image} lacks {Path(error.filename).name}: restore another snapshot") from error
     return saved.with_layer(layer)
 
 

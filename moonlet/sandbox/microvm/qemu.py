@@ -48,8 +48,8 @@ class Qemu:
     @property
     def identity(self) -> str:
         """What must be the same where a saved machine goes on."""
-        host = f"-{processor_digest()}" if self.accel == "kvm" else ""
-        return f"QEMU {self.version} {self.accel}/{self.cpu}{host}"
+        host = f" {processor_digest()}" if self.accel == "kvm" else ""
+        return f"QEMU {self.version} {self.accel}/{self.cpu}{host} devices {devices_digest()}"
 
 
 @dataclass(frozen=True)
@@ -132,31 +132,28 @@ def command(qemu: Qemu, start: Start, listeners: Listeners) -> list[str]:
     # What has not reached the disk is lost with the host only, and then this machine is lost anyway.
     drive = f"file={start.top_layer},id={DISK},if=none,format=qcow2,cache=unsafe,discard=unmap"
     args += ["-drive", drive, "-device", f"virtio-blk-pci,drive={DISK}"]
-    return args + (_boot_args(start.boot) if start.boot else ["-S", "-incoming", "defer"])
+    return args + (boot_args(start.boot) if start.boot else ["-S", "-incoming", "defer"])
 
 
-def _boot_args(boot: Boot) -> list[str]:
+def boot_args(boot: Boot) -> list[str]:
+    """Kernel and its command line; what follows `--` there are the arguments of /init."""
     words = ["console=ttyS0", "quiet", "panic=-1", "mitigations=off", "oops=panic"]
     words.append(f"moonlet.root={ROOT_DEVICE}")
     if boot.processes:
         words.append(f"sysctl.kernel.threads-max={boot.processes + KERNEL_THREADS}")  # rlimits do not bind root
     words += ["--", *boot.agent_args]
-    append = " ".join(words)
-    return [
-        "-kernel",
-        str(boot.kernel),
-        "-initrd",
-        str(boot.initramfs),
-        "-append",
-        append,
-        "-serial",
-        "file:console.log",
-    ]
+    return ["-kernel", str(boot.kernel), "-initrd", str(boot.initramfs), "-append", " ".join(words)]
+
+
+def devices_digest() -> str:
+    """Of the machine that our command line describes: a change of it must not meet states that are older."""
+    args = command(Qemu("", "", "kvm"), Start("", "", Hardware(1, 1), "disk"), Listeners(0, 0, 0))
+    return hashlib.sha256("\0".join(args).encode()).hexdigest()[:8]
 
 
 def processor_digest() -> str:
     """Of the host processor's model and instruction sets."""
-    wanted = ("vendor_id", "model name", "flags", "microcode")
+    wanted = ("vendor_id", "model name", "flags")
     lines = sorted({line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith(wanted)})
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:12]
 

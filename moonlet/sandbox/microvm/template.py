@@ -14,7 +14,7 @@ import json
 import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from moonlet.errors import SandboxDiedError, SandboxError, SandboxTimeoutError
@@ -29,7 +29,7 @@ from moonlet.sandbox.microvm.initramfs import write_initramfs
 from moonlet.sandbox.microvm.kernel import QEMU_MODULES, Kernel, load_order
 from moonlet.sandbox.microvm.machine import QemuMachine
 from moonlet.sandbox.microvm.memory import RAM_FILE
-from moonlet.sandbox.microvm.qemu import Boot, Hardware, Qemu, Start
+from moonlet.sandbox.microvm.qemu import Boot, Hardware, Qemu, Start, boot_args
 from moonlet.sandbox.microvm.saved import FACTS, FORMAT, STATE, Saved
 from moonlet.sandbox.namespace.processes import ProcessId
 
@@ -102,6 +102,13 @@ class Templates:
                     await self._make(template, limits, known, progress or (lambda what, share: None))
             await in_thread(self._evict, known)
 
+    async def discard(self, template: Template, limits: Limits) -> None:
+        """Remove a saved machine, so that the next start boots the template again."""
+        folder = self._known.get((template.id, limits))
+        if folder is not None:
+            async with _locked(self._lock(folder), fcntl.LOCK_EX):
+                await in_thread(remove_tree, folder)
+
     def _lock(self, folder: Path) -> Path:
         return self._cache / f"{folder.name}.lock"
 
@@ -112,7 +119,8 @@ class Templates:
             files = self._host.digest
         parts = self._parts
         made_of = [FORMAT, files, parts.qemu.identity, parts.kernel.digest, parts.agent_digest, _WARM_UPS]
-        made_of += [limits.memory_bytes, limits.disk_bytes, limits.processes, limits.open_files, limits.cpus]
+        boot = Boot(Path("kernel"), Path("initramfs"), agent_args(limits), limits.processes)
+        made_of += [*boot_args(boot), asdict(hardware(limits)), limits.disk_bytes]
         return hashlib.sha256(json.dumps(made_of).encode()).hexdigest()[:20]
 
     async def _make(self, template: Template, limits: Limits, target: Path, progress: Progress) -> None:
