@@ -147,7 +147,7 @@ def test_layers_are_what_the_specification_says(layers: list[list[Op]]) -> None:
     with tempfile.TemporaryDirectory() as folder:
         root, scratch = Path(folder, "root"), Path(folder, "scratch")
         root.mkdir()
-    scratch.mkdir()
+        scratch.mkdir()
         if error is not None:
             with pytest.raises(TemplateError):
                 lay_all(root, scratch, [tar_of(ops) for ops in layers])
