@@ -13,8 +13,9 @@
 from __future__ import annotations
 
 import asyncio
-import importlib.util
+import importlib
 import logging
+from collections.abc import Mapping
 
 from moonlet.errors import BackendUnavailableError, ConfigError, nearest_name
 from moonlet.sandbox.backend import Backend, Probe
@@ -35,7 +36,7 @@ _logged: set[str] = set()
 
 def all_backends() -> dict[str, Backend]:
     """One of each kind that makes machines on this host, by name; none of them was tried yet."""
-    return {name: make_backend(name) for name, (module, _) in _CLASSES.items() if importlib.util.find_spec(module)}
+    return {name: make_backend(name) for name in _CLASSES}
 
 
 def make_backend(name: str) -> Backend:
@@ -78,34 +79,38 @@ async def choose(name: str = AUTO) -> Backend:
         probe = await backend.probe()
         if probe.caps is None:
             raise BackendUnavailableError(f"the sandbox backend '{name}' does not work here: {probe.reason}")
-        _log_once(f"sandbox backend {name} ({probe.version or 'no version'}), as asked for", probe)
+        _log_once(f"sandbox backend {name} ({probe.reason}), as asked for", probe)
         return backend
-    return await _strongest()
+    return (await strongest(all_backends()))[0]
 
 
-async def _strongest() -> Backend:
+async def strongest(backends: Mapping[str, Backend]) -> tuple[Backend, Probe]:
+    """The strongest of these that works here, and what its probe found; says once in the log which, and why.
+
+    Raises BackendUnavailableError with the reason of each.
+    """
     refused = []
     best: tuple[int, Backend, Probe] | None = None
-    for name in (name for name in _CLASSES if name != "landlock"):
-        if best is not None and best[0] >= make_backend(name).strength:
-            continue  # it cannot win, and a probe takes time
-        backend = make_backend(name)
+    for backend in sorted(backends.values(), key=lambda backend: -backend.strength):
+        if backend.strength <= (best[0] if best else _NEVER_AUTO):
+            break  # it cannot win, and a probe takes time
         probe = await backend.probe()
         strength = effective_strength(backend, probe)
         if strength == _NEVER_AUTO:
-            refused.append(f"{name}: {probe.reason}")
+            refused.append(f"{backend.name}: {probe.reason}")
         elif best is None or strength > best[0]:
             best = strength, backend, probe
     if best is None:
         raise BackendUnavailableError(
-            "no sandbox backend works here. "
+            "no kind of sandbox works on this machine. "
             + "; ".join(refused)
-            + ". The weak backend 'landlock' can be asked for by name"
+            + ". The weak backend 'landlock', for code "
+            "that is trusted, must be asked for by name"
         )
     _, backend, probe = best
-    why = f"sandbox backend {backend.name} ({probe.version or 'no version'}), the strongest that works here"
+    why = f"sandbox backend {backend.name} ({probe.reason}) is the strongest that works here"
     _log_once(why + (f"; not {'; not '.join(refused)}" if refused else ""), probe)
-    return backend
+    return backend, probe
 
 
 def _log_once(text: str, probe: Probe) -> None:

@@ -32,7 +32,9 @@ class NamespaceBackend(Backend):
     name: ClassVar[str] = "namespace"
     strength: ClassVar[int] = 20
 
-    def __init__(self) -> None:
+    def __init__(self, program: Bubblewrap | None = None) -> None:
+        """`program` is found if it is not given."""
+        self._program = program or find_bubblewrap()
         self._probe: Probe | None = None
         self._is_privileged: bool | None = None
         self._lock = asyncio.Lock()
@@ -45,7 +47,7 @@ class NamespaceBackend(Backend):
             return self._probe
 
     async def _try(self) -> Probe:
-        program = find_bubblewrap()
+        program = self._program
         if program is None:
             return Probe(self.name, None, f"there is no bubblewrap that starts here; {_INSTALL}")
         template = Template("host")
@@ -107,7 +109,7 @@ class NamespaceBackend(Backend):
     async def _start(self, spec: MachineSpec, folder: Path, image: Path | None) -> Machine:
         if not re.fullmatch(r"[\w.-]+/[\w.-]+", f"{spec.label}/{spec.id}"):
             raise SandboxError(f"label and id may have letters, digits, '.', '_' and '-', not {spec.label}/{spec.id}")
-        program = find_bubblewrap()
+        program = self._program
         if program is None:
             raise BackendUnavailableError(f"there is no bubblewrap that starts here; {_INSTALL}")
         if self._is_privileged is None:

@@ -99,8 +99,9 @@ def _v2_controllers(at: Path) -> set[str]:
 class Cgroup:
     """The groups of one machine. All methods are quick but `join` (some ms), `freeze` and `remove` (until it is done)."""
 
-    def __init__(self, label: str, machine_id: str) -> None:
-        found = hierarchies()
+    def __init__(self, label: str, machine_id: str, found: Hierarchies | None = None) -> None:
+        """`found` says where groups are made, if not where this process can."""
+        found = found or hierarchies()
         self._v1 = {name: at / _FOLDER / label / machine_id for name, at in found.v1.items()}
         # v2 has a freezer in every group; its other controllers are used where v1 does not hold them.
         self._v2 = found.v2 / _FOLDER / label / machine_id if found.v2 and len(self._v1) < len(_CONTROLLERS) else None

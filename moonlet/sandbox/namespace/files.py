@@ -20,7 +20,7 @@ from moonlet.sandbox.hostview import host_dirs
 
 _BARE_DIRS = ("etc", "proc", "dev", "root", "home", "opt", "mnt", "srv", "var/log", "var/cache", "var/lib")
 _SHARED_DIRS = ("tmp", "var/tmp", "run")
-_MOUNT_POINTS = ("proc", "dev", "etc", "usr", GUEST_HOME[1:])
+_MOUNT_POINTS = ("proc", "dev", GUEST_HOME[1:])
 _DISK_ERRORS = ("No space left on device", "Disk quota exceeded", "Input/output error", "Read-only file system")
 
 
@@ -61,9 +61,12 @@ def _own(folder: Path, owner: int) -> None:
 def pin_mount_points(upper: Path, lower: Path | None) -> None:
     """Make sure that what is mounted over is a folder, not a link that a guest or a template laid there.
 
-    Only for a machine that does not run: nothing else changes `upper` meanwhile.
+    Only for a machine that does not run: nothing else changes `upper` meanwhile. `lower` is the template's root.
     """
-    for name in (*_MOUNT_POINTS, *(top.path[1:] for top in host_dirs() if lower is None and not top.link_target)):
+    names = [*_MOUNT_POINTS]
+    if lower is None:
+        names += ["etc", *(top.path[1:] for top in host_dirs() if not top.link_target)]
+    for name in names:
         path = upper / name
         if _is_folder(path):
             continue
@@ -71,8 +74,6 @@ def pin_mount_points(upper: Path, lower: Path | None) -> None:
             path.unlink()
         elif lower is not None and _is_folder(lower / name):
             continue
-        elif lower is not None and name in ("etc", "usr"):
-            continue  # a template without them needs none
         path.mkdir()
         path.chmod(0o755)
 

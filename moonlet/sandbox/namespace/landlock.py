@@ -118,9 +118,6 @@ class LandlockBackend(Backend):
         return await asyncio.to_thread(_sweep, label, keep)
 
     async def _start(self, spec: MachineSpec, folder: Path, image: Path | None) -> Machine:
-        log.warning(
-            "sandbox %s is isolated weakly, by Landlock alone: run nothing in it that you do not trust", spec.id
-        )
         if self._is_privileged is None:
             self._is_privileged = await in_thread(in_own_thread, can_be_another_user)
         user = machine_user(spec.label, spec.id) if self._is_privileged else None

@@ -84,6 +84,16 @@ class Plan:
     is_privileged: bool
     flags: tuple[str, ...]
 
+    @property
+    def mounts_itself(self) -> bool:
+        """Whether bubblewrap makes the overlay of a template; otherwise it is made for it."""
+        return self.program.has_overlay and not self.is_privileged
+
+    @property
+    def merged(self) -> Path:
+        """Where an overlay lies that an old bubblewrap could not make."""
+        return self.folder / "merged"
+
 
 def in_own_thread(work: Callable[..., _Result], *args: Any) -> _Result:
     """Run `work` in a thread that ends with it, since what it does to itself (user, mounts) cannot be undone. Blocks."""
@@ -162,18 +172,34 @@ def _spawn(plan: Plan, pair: FifoPair, info: int) -> subprocess.Popen[bytes]:
         if plan.is_privileged:
             linux.become(machine_user(spec.label, spec.id))
         return subprocess.Popen(
-            [*words, *plan.flags],
+            [*_overlay_first(plan), *words, *plan.flags],
             stdin=stdin,
             stdout=stdout,
             stderr=log,
             pass_fds=(program_filter, info, *texts.values()),
             start_new_session=True,
             cwd="/",
-            env={},
+            env={"PATH": SYSTEM_PATH},
         )
     finally:
         for handle in handles:
             os.close(handle)
+
+
+def _overlay_first(plan: Plan) -> list[str]:
+    """What makes the overlay before an old bubblewrap starts, for an ordinary user: in a user namespace around both."""
+    rootfs = plan.spec.template.rootfs
+    if rootfs is None or plan.is_privileged or plan.program.has_overlay:
+        return []
+    plan.merged.mkdir()
+    options = f"lowerdir={rootfs},upperdir={plan.folder}/upper,workdir={plan.folder}/work"
+    if len(options.split(",")) != 3 or options.count(":") or "\\" in options:
+        raise SandboxError(
+            f"an overlay cannot lie at {plan.folder}: choose a path without commas, colons and backslashes"
+        )
+    script = 'mount -t overlay -o "$1,userxattr" overlay "$2" && shift 2 && exec "$@"'
+    outer = ["unshare", "--user", "--map-root-user", "--mount", "--", "/bin/sh", "-c", script, "sh"]
+    return [*outer, options, str(plan.merged)]
 
 
 def _environment(spec: MachineSpec) -> dict[str, str]:
@@ -187,6 +213,8 @@ def _build_view(plan: Plan, texts: dict[str, int]) -> tuple[Path, View]:
     spec, upper, agent = plan.spec, plan.folder / "upper", guest_binary()
     program, rootfs = plan.program.path, spec.template.rootfs
     etc, root = plan.etc, upper if rootfs is None else Overlay(rootfs, upper, plan.folder / "work")
+    if isinstance(root, Overlay) and not plan.mounts_itself:
+        root = plan.merged
     if plan.is_privileged:
         stage = Stage()
         program, agent = stage.program(program), stage.file(agent, "agent")
