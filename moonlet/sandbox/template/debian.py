@@ -135,11 +135,9 @@ def _command(packages: Iterable[str], release: str, mirrors: Path, tar: Path) ->
     if program is None:
         raise TemplateError("templates of Debian packages need mmdebstrap: apt-get install mmdebstrap")
     mode = choose_mode()
-    # As root it mounts into the tree: in a mount namespace of its own no kill can leave a mount of the host's /dev.
-    private = ["unshare", "--mount", "--propagation", "private"] if mode == "root" else []
     include = [f"--include={','.join(packages)}"] if packages else []
     return [
-        *private,
+        *_fenced(mode),
         program,
         f"--mode={mode}",
         "--variant=apt",
@@ -154,6 +152,17 @@ def _command(packages: Iterable[str], release: str, mirrors: Path, tar: Path) ->
         str(tar),
         str(mirrors),
     ]
+
+
+def _fenced(mode: str) -> list[str]:
+    """Programs around mmdebstrap with which it ends when this process is killed, and takes all that it started along.
+
+    As root it mounts into the tree: in namespaces of its own no kill can leave a mount of the host's /dev there.
+    """
+    fence = ["setpriv", "--pdeathsig", "KILL" if mode == "root" else "TERM"] if shutil.which("setpriv") else []
+    if mode == "root":
+        fence += ["unshare", "--mount", "--propagation", "private", "--pid", "--fork", "--kill-child", "--mount-proc"]
+    return fence
 
 
 def choose_mode() -> str:
