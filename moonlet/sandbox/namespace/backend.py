@@ -9,10 +9,10 @@ import tempfile
 from pathlib import Path
 from typing import ClassVar
 
-from moonlet.errors import BackendUnavailableError, SandboxDiedError, SandboxError
+from moonlet.errors import BackendUnavailableError, SandboxDiedError, SandboxError, TemplateError
 from moonlet.sandbox.api import Caps, FailReason, Limits
 from moonlet.sandbox.backend import Backend, Machine, MachineSpec, Probe, Progress, Template
-from moonlet.sandbox.generations import in_thread
+from moonlet.sandbox.generations import in_thread, storage_errors
 from moonlet.sandbox.guest.build import guest_binary
 from moonlet.sandbox.namespace import files, host_etc
 from moonlet.sandbox.namespace.bwrap import Bubblewrap, find_bubblewrap
@@ -89,11 +89,11 @@ class NamespaceBackend(Backend):
 
     # -- machines -----------------------------------------------------------------------------------------------------
     async def launch(self, spec: MachineSpec, folder: Path) -> Machine:
-        return await self._start(spec, folder, None)
+        return await self._make(spec, folder, None)
 
     async def restore(self, spec: MachineSpec, folder: Path, image: Path) -> Machine:
         check_image(image, spec)
-        return await self._start(spec, folder, image)
+        return await self._make(spec, folder, image)
 
     async def attach(self, spec: MachineSpec, folder: Path) -> Machine:
         identity = Identity.load(folder)
@@ -106,12 +106,23 @@ class NamespaceBackend(Backend):
     async def sweep(self, label: str, keep: set[str]) -> list[str]:
         return await asyncio.to_thread(sweep, label, keep)
 
+    async def _make(self, spec: MachineSpec, folder: Path, image: Path | None) -> Machine:
+        what = f"cannot start a machine in {folder}"
+        try:
+            with storage_errors(what):
+                return await self._start(spec, folder, image)
+        except OSError as error:
+            raise SandboxError(f"{what}: {error}") from error
+
     async def _start(self, spec: MachineSpec, folder: Path, image: Path | None) -> Machine:
         if not re.fullmatch(r"[\w.-]+/[\w.-]+", f"{spec.label}/{spec.id}"):
             raise SandboxError(f"label and id may have letters, digits, '.', '_' and '-', not {spec.label}/{spec.id}")
         program = self._program
         if program is None:
             raise BackendUnavailableError(f"there is no bubblewrap that starts here; {_INSTALL}")
+        rootfs = spec.template.rootfs
+        if rootfs is not None and not rootfs.is_dir():
+            raise TemplateError(f"the files of template {spec.template.id} are not at {rootfs}: build it again")
         if self._is_privileged is None:
             self._is_privileged = await in_thread(in_own_thread, can_be_another_user)
         await self._fill(spec, folder, image)

@@ -8,6 +8,7 @@ and becomes that user. The namespace goes when the machine does.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import logging
 import os
@@ -20,6 +21,7 @@ from moonlet.sandbox.namespace.bwrap import can_be_reached_by_all
 # Beyond the ranges that useradd, /etc/subuid and systemd give away (1879048192 = 0x70000000).
 _FIRST_USER, _NUM_USERS = 0x70000000, 0x0F000000
 _OTHERS_FIRST = 0x60000000  # where the owners of a template's files other than root go
+_NO_MAPPED_MOUNTS = (errno.ENOSYS, errno.EINVAL, errno.EPERM, errno.EOPNOTSUPP)  # an old kernel or file system
 _PLACES = ("/mnt", "/media", "/srv", "/run")
 
 log = logging.getLogger(__name__)
@@ -80,6 +82,8 @@ class Stage:
         try:
             linux.bind_mapped(lower, below, namespace)
         except OSError as error:
+            if error.errno not in _NO_MAPPED_MOUNTS:
+                raise
             log.warning("%s: the guest cannot change the template's files (Linux 5.19 or newer is needed)", error)
             linux.mount(str(lower), below, None, linux.MS_BIND)
         finally:
