@@ -7,21 +7,21 @@ from __future__ import annotations
 
 import asyncio
 import os
-import re
 from pathlib import Path
 
 from moonlet.errors import BackendUnavailableError, SandboxDiedError, SandboxError, SnapshotError
 from moonlet.sandbox.api import Caps, Limits
 from moonlet.sandbox.backend import Backend, MachineSpec, Probe, Progress, Template
 from moonlet.sandbox.generations import in_thread, storage_errors
+from moonlet.sandbox.microvm.booting import QemuBooter
 from moonlet.sandbox.microvm.image import add_top_layer, share
-from moonlet.sandbox.microvm.machine import DIE_S, QemuMachine
+from moonlet.sandbox.microvm.machine import QemuMachine
+from moonlet.sandbox.microvm.marks import sweep_marked
 from moonlet.sandbox.microvm.memory import RAM_FILE
 from moonlet.sandbox.microvm.probing import Found, find_parts
 from moonlet.sandbox.microvm.qemu import MARK, Start
 from moonlet.sandbox.microvm.saved import Life, Saved
-from moonlet.sandbox.microvm.template import BOOT_LABEL, MIN_RAM_MIB, Templates, is_orphan
-from moonlet.sandbox.namespace.processes import ProcessId, all_pids, command_line
+from moonlet.sandbox.microvm.templates import MIN_RAM_MIB, Templates
 
 NOTES = (
     f"a machine has at least {MIN_RAM_MIB} MiB of RAM and whole processors; a saved one goes on with those that it had",
@@ -47,7 +47,7 @@ class MicrovmBackend(Backend):
             if self._probe is None:
                 try:
                     self._found = await find_parts(self._cache)
-                    self._templates = Templates(self._cache, self._found.parts)
+                    self._templates = Templates(self._cache, QemuBooter(self._cache, self._found.parts))
                     self._probe = _accepted(self._found)
                 except (SandboxError, OSError) as error:
                     self._probe = Probe(self.name, None, str(error))
@@ -78,12 +78,7 @@ class MicrovmBackend(Backend):
 
     async def sweep(self, label: str, keep: set[str]) -> list[str]:
         """Also ends machines that booted a template for a process that has died."""
-        strays = await in_thread(_strays, label, keep)
-        for process, _ in strays:
-            process.kill()
-        async with asyncio.timeout(DIE_S):
-            await asyncio.gather(*(process.ended() for process, _ in strays))
-        return [f"virtual machine {machine_id}, process {process.pid}" for process, machine_id in strays]
+        return await sweep_marked(MARK, label, keep)
 
     async def _start(self, spec: MachineSpec, folder: Path, image: Path) -> QemuMachine:
         found, _ = await self._usable()
@@ -140,18 +135,3 @@ def _take_files(image: Path, folder: Path, saved: Saved) -> Saved:
     except FileNotFoundError as error:
         raise SnapshotError(f"{image} lacks {Path(error.filename).name}: restore another snapshot") from error
     return saved.with_layer(layer)
-
-
-def _strays(label: str, keep: set[str]) -> list[tuple[ProcessId, str]]:
-    pattern = re.compile(rf"{MARK}/({re.escape(label)}|{BOOT_LABEL})/(.+)")
-    found = []
-    for pid in all_pids():
-        arguments = command_line(pid)
-        marks = [match for match in map(pattern.fullmatch, arguments) if match]
-        process = ProcessId.of(pid) if marks else None
-        if process is None:
-            continue
-        its_label, machine_id = marks[0].groups()
-        if is_orphan(machine_id) if its_label == BOOT_LABEL else machine_id not in keep:
-            found.append((process, machine_id))
-    return found

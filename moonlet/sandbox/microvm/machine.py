@@ -16,6 +16,7 @@ from moonlet.sandbox.generations import in_thread, storage_errors
 from moonlet.sandbox.guest.stream import UnixSocket
 from moonlet.sandbox.microvm.console import Console
 from moonlet.sandbox.microvm.image import COPY_LIMIT_BYTES, copy_file, make_layer, share
+from moonlet.sandbox.microvm.marks import DIE_S
 from moonlet.sandbox.microvm.memory import RAM_FILE, load_changed, save_changed
 from moonlet.sandbox.microvm.qemu import DISK, Qemu, Start
 from moonlet.sandbox.microvm.qmp import Qmp, QmpError
@@ -23,7 +24,7 @@ from moonlet.sandbox.microvm.saved import PAGES, STATE, Life, Saved
 from moonlet.sandbox.microvm.spawn import AGENT_SOCKET, CONSOLE_SOCKET, QMP_SOCKET, SocketFolder, log_end, spawn
 from moonlet.sandbox.namespace.processes import ProcessId
 
-LOAD_S, DIE_S = 120.0, 20.0
+LOAD_S = 120.0
 LAST_WORDS = 2000  # characters
 _POLL_S = 0.002
 

@@ -21,13 +21,15 @@ from moonlet.errors import BackendUnavailableError, MoonletError
 from moonlet.sandbox.api import Limits
 from moonlet.sandbox.generations import in_thread, remove_tree
 from moonlet.sandbox.guest.build import guest_binary
+from moonlet.sandbox.microvm.booting import Parts, agent_args, make_ram, wait_for_agent
 from moonlet.sandbox.microvm.image import make_disk, make_layer
 from moonlet.sandbox.microvm.kernel import find_kernel
 from moonlet.sandbox.microvm.machine import QemuMachine
+from moonlet.sandbox.microvm.marks import boot_spec
 from moonlet.sandbox.microvm.memory import save_changed
 from moonlet.sandbox.microvm.qemu import Accel, Boot, Hardware, Start, find_qemu, processor_digest
 from moonlet.sandbox.microvm.saved import PAGES, Saved
-from moonlet.sandbox.microvm.template import MIN_RAM_MIB, Parts, agent_args, boot_spec, make_ram, wait_for_agent
+from moonlet.sandbox.microvm.templates import MIN_RAM_MIB
 
 KVM_BOOT_S, EMULATED_BOOT_S = 8.0, 90.0
 RETRY_S = {"kvm": 24 * 3600.0, "tcg": 60.0}  # emulation works unless something is wrong that may soon be right again

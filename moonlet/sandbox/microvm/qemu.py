@@ -14,11 +14,12 @@ from pathlib import Path
 from typing import Literal
 
 from moonlet.errors import BackendUnavailableError
+from moonlet.sandbox.microvm.marks import mark
 from moonlet.sandbox.microvm.memory import RAM_FILE
 
 PROGRAM = "qemu-system-x86_64"
 PORT = "moonlet.agent"
-MARK = "guest=moonlet"
+MARK = "guest"
 DISK = "disk"  # the id of the drive
 ROOT_DEVICE = "/dev/vda"
 # Of code that emulation has translated. With 32 Python runs half as fast, since translations are thrown away and made
@@ -105,11 +106,6 @@ def find_qemu(accel: Accel) -> Qemu:
     return Qemu(shutil.which(PROGRAM) or PROGRAM, found[1].replace("(", "").replace(")", ""), accel)
 
 
-def mark(label: str, machine_id: str) -> str:
-    """The argument by which a machine is found in a list of all processes."""
-    return f"{MARK}/{label}/{machine_id}"
-
-
 def command(qemu: Qemu, start: Start, listeners: Listeners) -> list[str]:
     """QEMU with neither network nor screen, in a seccomp sandbox that lets it start no process and become nobody else."""
     machine = (
@@ -118,7 +114,15 @@ def command(qemu: Qemu, start: Start, listeners: Listeners) -> list[str]:
     )
     share = "on" if start.is_ram_shared else "off"
     size = f"{start.hardware.ram_mib}M"
-    args = [qemu.program, "-name", mark(start.label, start.id), "-no-user-config", "-nodefaults", "-display", "none"]
+    args = [
+        qemu.program,
+        "-name",
+        mark(MARK, start.label, start.id),
+        "-no-user-config",
+        "-nodefaults",
+        "-display",
+        "none",
+    ]
     args += ["-no-reboot", "-machine", machine, "-cpu", qemu.cpu, "-smp", str(start.hardware.cpus), "-m", size]
     args += ["-accel", f"tcg,tb-size={TRANSLATION_MIB}" if qemu.accel == "tcg" else "kvm"]
     args += ["-object", f"memory-backend-file,id=ram,size={size},mem-path={RAM_FILE},share={share},merge=off,dump=off"]

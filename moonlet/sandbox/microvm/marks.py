@@ -1,0 +1,58 @@
+"""Machines are found in the list of all processes by an argument that names them: KIND=moonlet/LABEL/ID."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+
+from moonlet.sandbox.api import Limits
+from moonlet.sandbox.backend import MachineSpec, Template
+from moonlet.sandbox.generations import in_thread
+from moonlet.sandbox.namespace.processes import ProcessId, all_pids, command_line
+
+BOOT_LABEL = "template"  # of machines that boot a template; they belong to a process, not to a state directory
+DIE_S = 20.0
+
+
+def mark(kind: str, label: str, machine_id: str) -> str:
+    return f"{kind}=moonlet/{label}/{machine_id}"
+
+
+def find_marked(kind: str, label: str) -> list[tuple[ProcessId, str]]:
+    """Live machines of a label, each with its id."""
+    pattern = re.compile(rf"{kind}=moonlet/{re.escape(label)}/([^/]+)")
+    found = []
+    for pid in all_pids():
+        match = next((match for match in map(pattern.fullmatch, command_line(pid)) if match), None)
+        process = ProcessId.of(pid) if match else None
+        if match and process:
+            found.append((process, match[1]))
+    return found
+
+
+async def sweep_marked(kind: str, label: str, keep: set[str]) -> list[str]:
+    """End machines of `label` that are not in `keep`, and those that boot a template for a process which has died."""
+
+    def strays() -> list[tuple[ProcessId, str]]:
+        own = [one for one in find_marked(kind, label) if one[1] not in keep]
+        return own + [one for one in find_marked(kind, BOOT_LABEL) if _is_orphan(one[1])]
+
+    found = await in_thread(strays)
+    for process, _ in found:
+        process.kill()
+    async with asyncio.timeout(DIE_S):
+        await asyncio.gather(*(process.ended() for process, _ in found))
+    return [f"virtual machine {machine_id}, process {process.pid}" for process, machine_id in found]
+
+
+def boot_spec(name: str, limits: Limits) -> MachineSpec:
+    """A machine that belongs to this process."""
+    me = ProcessId.of(os.getpid())
+    assert me is not None
+    return MachineSpec(f"{me.pid}.{me.start}.{name}", BOOT_LABEL, Template("boot"), limits, "sandbox")
+
+
+def _is_orphan(machine_id: str) -> bool:
+    pid, start = machine_id.split(".")[:2]
+    return not ProcessId(int(pid), int(start)).is_alive()
