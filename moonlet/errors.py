@@ -9,6 +9,8 @@
     ├── StorageError           the disk is full or a file cannot be written
     ├── KernelError            the kernels asked for cannot run here
     ├── MissingDependencyError an optional package is not installed
+    ├── RequestError           a request to the engine asks for something that cannot be
+    ├── EngineBusyError        the engine has as many requests as it takes; `retry_after_s` says when to try again
     ├── StateRecordError       a saved piece of model state is damaged, incomplete or of another model
     └── SandboxError           a sandbox cannot do what was asked
         ├── SandboxNotFoundError     there is none of this name (any more)
@@ -67,6 +69,18 @@ class MissingDependencyError(MoonletError):
 
     def __init__(self, package: str, extra: str, purpose: str) -> None:
         super().__init__(f"{purpose} needs the package '{package}': pip install 'moonlet[{extra}]'")
+
+
+class RequestError(MoonletError):
+    """A request asks for something that cannot be: too long a prompt, a parameter out of range."""
+
+
+class EngineBusyError(MoonletError):
+    """The engine has as many requests as it takes."""
+
+    def __init__(self, message: str, retry_after_s: float) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
 
 
 class StateRecordError(MoonletError):

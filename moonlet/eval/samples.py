@@ -7,7 +7,6 @@ calls. Control tokens are never sampled, except [EOS], which ends a text.
 from __future__ import annotations
 
 import ast
-import hashlib
 import re
 import warnings
 from collections.abc import Collection, Iterator, Sequence
@@ -19,6 +18,7 @@ from torch import Tensor
 from moonlet.errors import NonFiniteError
 from moonlet.model.k3 import K3
 from moonlet.model.state import DecodeState
+from moonlet.serve.sampler import uniform
 from moonlet.text.tokenizer import SPECIAL_TOKENS, Tokenizer
 
 PREFILL_TOKENS = 512  # a prompt is read in pieces of this size: memory does not grow with its length
@@ -131,12 +131,6 @@ def choose_token(logits_V: Tensor, sampling: Sampling, position: int) -> int:
     # Scaled by the last edge, which rounding leaves beside 1: the point lies below it, in a token of some probability.
     point = uniform(sampling.seed, position) * edges_V[-1]
     return int(torch.searchsorted(edges_V, point, right=True))
-
-
-def uniform(seed: int, position: int) -> float:
-    """The random number in [0, 1) of a position in the text that `seed` names (53 bits of a hash of both)."""
-    digest = hashlib.blake2b(f"{seed}:{position}".encode(), digest_size=8).digest()
-    return (int.from_bytes(digest, "little") >> 11) / 2**53
 
 
 @dataclass(frozen=True)
