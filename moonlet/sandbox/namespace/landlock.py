@@ -173,34 +173,43 @@ def _spawn(spec: MachineSpec, folder: Path, home: Path, user: int | None) -> sub
         if user is not None:
             agent = Path(shutil.copy(agent, home.parent / "agent"))
             agent.chmod(0o755)
-            linux.become(user)
-        linux.no_new_privileges()
-        restrict_thread(
-            [
-                *(Rule(Path(path), READ) for path in _READABLE),
-                *(Rule(Path(path), READ | WRITE) for path in _DEVICES),
-                Rule(home, WRITE),
-                Rule(agent, READ),
-            ]
-        )
-        linux.load_filter(seccomp.build_filter(architecture, _NO_FAMILIES, _SHARED_WITH_HOST))
+        # All that needs files of the host is done before this thread gives them up.
+        words = [str(agent), "--home", str(home / "home"), *_flags(spec, is_own_user=user is not None)]
+        environment = _guest_environment(spec, home)
+        program = seccomp.build_filter(architecture, _NO_FAMILIES, _SHARED_WITH_HOST)
+        _give_up(home, agent, user, program)
         return subprocess.Popen(
-            [str(agent), "--home", str(home / "home"), *_flags(spec, is_own_user=user is not None)],
+            words,
             stdin=streams[0],
             stdout=streams[1],
             stderr=streams[2],
             start_new_session=True,
             cwd=home,
-            env={
-                "PATH": SYSTEM_PATH,
-                "HOME": str(home / "home"),
-                "TMPDIR": str(home / "tmp"),
-                "LANG": "C.UTF-8",
-                "GIT_CONFIG_NOSYSTEM": "1",  # git takes a file that it may not read for an error
-                _MARK: f"{spec.label}/{spec.id}",
-                **spec.template.env,
-            },
+            env=environment,
         )
+
+
+def _give_up(home: Path, agent: Path, user: int | None, program: bytes) -> None:
+    """Take from this thread what the guest must not have."""
+    if user is not None:
+        linux.become(user)
+    linux.no_new_privileges()
+    readable = [Rule(Path(path), READ) for path in _READABLE]
+    devices = [Rule(Path(path), READ | WRITE) for path in _DEVICES]
+    restrict_thread([*readable, *devices, Rule(home, WRITE), Rule(agent, READ)])
+    linux.load_filter(program)
+
+
+def _guest_environment(spec: MachineSpec, home: Path) -> dict[str, str]:
+    return {
+        "PATH": SYSTEM_PATH,
+        "HOME": str(home / "home"),
+        "TMPDIR": str(home / "tmp"),
+        "LANG": "C.UTF-8",
+        "GIT_CONFIG_NOSYSTEM": "1",  # git takes a file that it may not read for an error
+        _MARK: f"{spec.label}/{spec.id}",
+        **spec.template.env,
+    }
 
 
 def _flags(spec: MachineSpec, is_own_user: bool) -> list[str]:
