@@ -112,6 +112,7 @@ void machine_usage(const request *r);
 void machine_child_ended(pid_t pid);
 void bring_up_loopback(void);
 
+const char *vsock_port(unsigned number); /* vsock.c */
 const char *init_machine(void); /* init.c: the path of the port to the host */
 
 #endif

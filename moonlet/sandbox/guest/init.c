@@ -1,7 +1,8 @@
 /* The agent as the first program of a small virtual machine: from an initramfs to the root disk and the port to the host.
  *
  * The initramfs holds this program, /modules.list (names below /modules, in the order in which they load) and /modules.
- * The kernel's command line may say moonlet.root=DEVICE (else /dev/vda), and after `--` the agent's options.
+ * The kernel's command line may say moonlet.root=DEVICE (else /dev/vda), moonlet.vsock=PORT (else a virtio port is the
+ * way to the host), and after `--` the agent's options.
  */
 #include <dirent.h>
 #include <errno.h>
@@ -49,17 +50,16 @@ static void load_modules(void) {
     if (list) fclose(list);
 }
 
-static const char *root_device(void) {
-    static char text[4096];
+/* The value of a word of the kernel's command line; NULL if it is not there. `name` ends with the equals sign. */
+static const char *boot_option(const char *name) {
+    char text[4096], *found;
     FILE *file = fopen("/proc/cmdline", "re");
     size_t size = file ? fread(text, 1, sizeof text - 1, file) : 0;
     if (file) fclose(file);
     text[size] = 0;
-    char *found = strstr(text, "moonlet.root=");
-    if (!found) return "/dev/vda";
-    found += strlen("moonlet.root=");
-    found[strcspn(found, " \n")] = 0;
-    return found;
+    if (!(found = strstr(text, name))) return NULL;
+    found += strlen(name);
+    return need(strndup(found, strcspn(found, " \n")));
 }
 
 static void nap(void) { nanosleep(&(struct timespec){0, 5000000}, NULL); }
@@ -98,12 +98,14 @@ static bool find_port(char *path, size_t room) {
 
 const char *init_machine(void) {
     static char port[256];
+    const char *root, *vsock;
     place("devtmpfs", "/dev", MS_NOSUID, NULL);
     hold_standard_fds();
     place("proc", "/proc", MS_NOSUID | MS_NODEV | MS_NOEXEC, NULL);
     place("sysfs", "/sys", MS_NOSUID | MS_NODEV | MS_NOEXEC, NULL);
     load_modules();
-    enter_root(root_device());
+    root = boot_option("moonlet.root=");
+    enter_root(root ? root : "/dev/vda");
     place("devpts", "/dev/pts", MS_NOSUID | MS_NOEXEC, "mode=620,ptmxmode=666");
     place("tmpfs", "/dev/shm", MS_NOSUID | MS_NODEV, "mode=1777");
     place("tmpfs", "/run", MS_NOSUID | MS_NODEV, "mode=755");
@@ -113,6 +115,11 @@ const char *init_machine(void) {
     mkdir(options.home, 0755);
     bring_up_loopback();
     clearenv(); /* the kernel puts its unknown parameters there */
+    if ((vsock = boot_option("moonlet.vsock="))) {
+        const char *path = vsock_port((unsigned)atoi(vsock));
+        if (!path) give_up("listen on vsock port", vsock);
+        return path;
+    }
     int64_t until = clock_ms() + DEVICE_WAIT_MS;
     while (!find_port(port, sizeof port) && clock_ms() < until) nap();
     if (!*port) give_up("find the port", PORT_NAME);

@@ -42,9 +42,10 @@ class FifoPair:
 
 @dataclass(frozen=True)
 class UnixSocket:
-    """A listening Unix socket (virtio-serial of QEMU)."""
+    """A listening Unix socket (virtio-serial of QEMU); with `vsock_port` one that leads to that port (Firecracker)."""
 
     path: Path
+    vsock_port: int | None = None
 
 
 Endpoint = FifoPair | UnixSocket
@@ -367,9 +368,24 @@ async def _connect(endpoint: Endpoint) -> tuple[int, int]:
         peer.setblocking(False)
         try:
             await asyncio.get_running_loop().sock_connect(peer, str(endpoint.path))
-            number = peer.detach()
-            return number, number
+            if endpoint.vsock_port is None or await _enter_vsock(peer, endpoint.vsock_port):
+                number = peer.detach()
+                return number, number
+            await asyncio.sleep(0.01)
         except (FileNotFoundError, ConnectionRefusedError, BlockingIOError):
             await asyncio.sleep(0.01)
         finally:
             peer.close()
+
+
+async def _enter_vsock(peer: socket.socket, port: int) -> bool:
+    """Have a monitor connect us to a port of its guest; False while nothing listens there."""
+    loop = asyncio.get_running_loop()
+    await loop.sock_sendall(peer, b"CONNECT %d\n" % port)
+    line = b""
+    while not line.endswith(b"\n") and len(line) < 64:
+        byte = await loop.sock_recv(peer, 1)  # what follows the line is the guest's
+        if not byte:
+            return False
+        line += byte
+    return line.startswith(b"OK ")
