@@ -3,6 +3,7 @@
 `auto` takes the strongest whose probe passes, in this order:
 
     microvm with KVM    its own kernel behind a processor's virtualization
+    firecracker         the same, by another program
     gvisor              a kernel in user space; keeps processes through pauses and forks
     namespace           the host's kernel behind namespaces and a filter
     microvm with TCG    isolates as well as with KVM, but runs 10 to 100 times slower: only where nothing else works
@@ -23,6 +24,7 @@ from moonlet.sandbox.backend import Backend, Probe
 AUTO = "auto"
 _CLASSES = {
     "microvm": ("moonlet.sandbox.microvm.backend", "MicrovmBackend"),
+    "firecracker": ("moonlet.sandbox.microvm.firecracker", "FirecrackerBackend"),
     "gvisor": ("moonlet.sandbox.gvisor.backend", "GvisorBackend"),
     "namespace": ("moonlet.sandbox.namespace.backend", "NamespaceBackend"),
     "landlock": ("moonlet.sandbox.namespace.landlock", "LandlockBackend"),

@@ -64,7 +64,7 @@ def test_a_weak_one_is_not_even_tried() -> None:
 
 
 def test_names() -> None:
-    assert set(all_backends()) == {"microvm", "gvisor", "namespace", "landlock"}
+    assert set(all_backends()) == {"microvm", "firecracker", "gvisor", "namespace", "landlock"}
     assert make_backend("namespace").name == "namespace"
     with pytest.raises(ConfigError, match="did you mean 'namespace'"):
         make_backend("namespaces")

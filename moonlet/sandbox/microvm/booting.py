@@ -7,13 +7,14 @@ import contextlib
 import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Protocol
 
 from moonlet.errors import SandboxDiedError, SandboxError, SandboxTimeoutError
 from moonlet.sandbox.api import Limits
 from moonlet.sandbox.backend import Progress
 from moonlet.sandbox.generations import in_thread
 from moonlet.sandbox.guest.client import Guest
-from moonlet.sandbox.guest.stream import GuestStream
+from moonlet.sandbox.guest.stream import Endpoint, GuestStream
 from moonlet.sandbox.microvm.image import make_layer
 from moonlet.sandbox.microvm.initramfs import write_initramfs
 from moonlet.sandbox.microvm.kernel import QEMU_MODULES, Kernel, load_order
@@ -23,6 +24,7 @@ from moonlet.sandbox.microvm.memory import RAM_FILE
 from moonlet.sandbox.microvm.qemu import Boot, Hardware, Qemu, Start, boot_args
 from moonlet.sandbox.microvm.saved import FACTS, STATE, Saved
 from moonlet.sandbox.microvm.templates import Booter, ram_mib
+from moonlet.sandbox.namespace.processes import ProcessId
 
 BOOT_S = 180.0  # emulated, on a machine that is busy with other things
 _LAYER, _TEMPLATE_LAYERS = 2, 2
@@ -108,7 +110,18 @@ def make_ram(folder: Path, shape: Hardware) -> None:
         os.truncate(file.fileno(), shape.ram_mib << 20)
 
 
-async def wait_for_agent(machine: QemuMachine, timeout_s: float) -> GuestStream:
+class Bootable(Protocol):
+    """A machine that has just been started."""
+
+    @property
+    def process(self) -> ProcessId: ...
+
+    def endpoint(self) -> Endpoint: ...
+
+    def last_words(self) -> str: ...
+
+
+async def wait_for_agent(machine: Bootable, timeout_s: float) -> GuestStream:
     """The stream of an agent that has answered. Raises SandboxDiedError if the machine ends, SandboxTimeoutError."""
     hello = asyncio.ensure_future(GuestStream.open(machine.endpoint(), timeout_s=timeout_s))
     dead = asyncio.ensure_future(machine.process.ended())

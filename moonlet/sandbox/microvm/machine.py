@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import signal
-import subprocess
 from pathlib import Path
 from typing import Any
 
-from moonlet.errors import SandboxDiedError, SandboxError, SandboxTimeoutError, StorageError
+from moonlet.errors import SandboxDiedError, SandboxError, StorageError
 from moonlet.sandbox.api import FailReason
 from moonlet.sandbox.backend import Machine, MachineSpec, Usage
 from moonlet.sandbox.generations import in_thread, storage_errors
 from moonlet.sandbox.guest.stream import UnixSocket
 from moonlet.sandbox.microvm.console import Console
 from moonlet.sandbox.microvm.image import COPY_LIMIT_BYTES, copy_file, make_layer, share
-from moonlet.sandbox.microvm.marks import DIE_S
 from moonlet.sandbox.microvm.memory import RAM_FILE, load_changed, save_changed
+from moonlet.sandbox.microvm.monitor import Monitor
 from moonlet.sandbox.microvm.qemu import DISK, Qemu, Start
 from moonlet.sandbox.microvm.qmp import Qmp, QmpError
 from moonlet.sandbox.microvm.saved import PAGES, STATE, Life, Saved
@@ -30,13 +28,10 @@ _POLL_S = 0.002
 
 
 class QemuMachine(Machine):
-    """`child` is there if this process started it, and not one before it."""
-
-    def __init__(
-        self, spec: MachineSpec, folder: Path, life: Life, child: subprocess.Popen[bytes] | None = None
-    ) -> None:
+    def __init__(self, spec: MachineSpec, folder: Path, life: Life, monitor: Monitor | None = None) -> None:
         self.spec, self.folder = spec, folder
-        self._life, self._child = life, child
+        self._life = life
+        self._monitor = monitor or Monitor(life.process)
         self._sockets = SocketFolder(folder)
         self._console = Console()
         self._qmp: Qmp | None = None
@@ -50,18 +45,8 @@ class QemuMachine(Machine):
 
         Raises SandboxDiedError with what QEMU said, SandboxTimeoutError.
         """
-        children: list[subprocess.Popen[bytes]] = []
-        try:
-            await in_thread(lambda: children.append(spawn(qemu, start, folder)))
-            process = ProcessId.of(children[0].pid)
-            if process is None:
-                raise SandboxDiedError(f"QEMU ended at once: {log_end(folder)}")
-            machine = cls(spec, folder, Life(saved, process), children[0])
-        except BaseException:  # cancelled while it was started, too
-            for child in children:
-                child.kill()
-                child.wait()
-            raise
+        monitor = await Monitor.start(lambda: spawn(qemu, start, folder), lambda: log_end(folder))
+        machine = cls(spec, folder, Life(saved, monitor.process), monitor)
         try:
             await in_thread(machine._life.write, folder)
             await machine.connect()
@@ -196,33 +181,19 @@ class QemuMachine(Machine):
 
     # -- its end ------------------------------------------------------------------------------------------------------
     async def destroy(self) -> None:
-        """Killed and not asked to quit: a disk that an image shares must not be written to any more."""
         self._is_destroyed = True
         if self._qmp is not None:
             await self._qmp.close()
-        self.process.kill(signal.SIGKILL)
-        try:
-            async with asyncio.timeout(DIE_S):
-                await self.process.ended()
-        except TimeoutError as error:
-            raise SandboxTimeoutError(
-                f"QEMU process {self.process.pid} does not die: is a disk of it stuck?"
-            ) from error
-        self._reap()
+        await self._monitor.kill()
+        await self._console.close()
         self._sockets.close()
 
     async def wait_dead(self) -> FailReason:
-        await self.process.ended()
+        await self._monitor.ended()
         if self._is_destroyed:
             await asyncio.Event().wait()  # it did not die on its own
-        self._reap()
         await self._console.finish(self.folder)
         return FailReason.CRASH
-
-    def _reap(self) -> None:
-        """A process that has ended stays in the list of processes until its parent has asked how."""
-        if self._child is not None:
-            self._child.poll()
 
     def usage(self) -> Usage:
         """How many processes the guest has only its agent knows."""
@@ -230,12 +201,4 @@ class QemuMachine(Machine):
             return Usage()
         own = range(self.saved.template_layers, self.saved.layer + 1)
         blocks = sum((self.folder / f"disk-{number}").stat().st_blocks for number in own)
-        return Usage(memory_bytes=_proportional_bytes(self.process.pid), disk_bytes=blocks * 512)
-
-
-def _proportional_bytes(pid: int) -> int:
-    with contextlib.suppress(OSError), open(f"/proc/{pid}/smaps_rollup") as file:
-        for line in file:
-            if line.startswith("Pss:"):
-                return int(line.split()[1]) << 10
-    return 0
+        return Usage(memory_bytes=self._monitor.memory_bytes(), disk_bytes=blocks * 512)

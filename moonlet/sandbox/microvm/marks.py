@@ -9,10 +9,10 @@ import re
 from moonlet.sandbox.api import Limits
 from moonlet.sandbox.backend import MachineSpec, Template
 from moonlet.sandbox.generations import in_thread
+from moonlet.sandbox.microvm.monitor import DIE_S
 from moonlet.sandbox.namespace.processes import ProcessId, all_pids, command_line
 
 BOOT_LABEL = "template"  # of machines that boot a template; they belong to a process, not to a state directory
-DIE_S = 20.0
 
 
 def mark(kind: str, label: str, machine_id: str) -> str:

@@ -140,13 +140,16 @@ def command(qemu: Qemu, start: Start, listeners: Listeners) -> list[str]:
 
 
 def boot_args(boot: Boot) -> list[str]:
-    """Kernel and its command line; what follows `--` there are the arguments of /init."""
-    words = ["console=ttyS0", "quiet", "panic=-1", "mitigations=off", "oops=panic"]
-    words.append(f"moonlet.root={ROOT_DEVICE}")
+    append = kernel_command_line(boot, ["console=ttyS0"])
+    return ["-kernel", str(boot.kernel), "-initrd", str(boot.initramfs), "-append", append]
+
+
+def kernel_command_line(boot: Boot, words: list[str]) -> str:
+    """With `words` of the monitor; what follows `--` are the arguments of /init."""
+    words = [*words, "quiet", "panic=-1", "oops=panic", "mitigations=off", f"moonlet.root={ROOT_DEVICE}"]
     if boot.processes:
         words.append(f"sysctl.kernel.threads-max={boot.processes + KERNEL_THREADS}")  # rlimits do not bind root
-    words += ["--", *boot.agent_args]
-    return ["-kernel", str(boot.kernel), "-initrd", str(boot.initramfs), "-append", " ".join(words)]
+    return " ".join([*words, "--", *boot.agent_args])
 
 
 def devices_digest() -> str:
