@@ -35,6 +35,7 @@ from moonlet.sandbox.remote_bodies import (
 from moonlet.sandbox.remote_process import RemoteProcess
 from moonlet.sandbox.remote_service import CallError, RemoteService
 from moonlet.sandbox.server.answers import error_from
+from moonlet.sandbox.server.auth import is_sandbox_id
 
 _OCTET_STREAM_SINCE = (0, 5, 7)
 _EVENT_KINDS = ("create", "write", "remove", "rename", "chmod")
@@ -73,6 +74,8 @@ class RemoteSandbox(Sandbox):
         cls, sandbox_id: str, *, url: str, api_key: str, traffic_url: str | None = None
     ) -> RemoteSandbox:
         """An existing sandbox, resumed if it is paused."""
+        if not is_sandbox_id(sandbox_id):
+            raise SandboxNotFoundError(f"{sandbox_id!r} is no id of a sandbox")
         service = RemoteService(url, api_key, traffic_url=traffic_url)
         try:
             found = await service.sandboxes("GET", f"/{sandbox_id}")

@@ -117,7 +117,12 @@ async def get_sandbox(request: Request, sandbox_id: str) -> Response:
     service = service_of(request)
     info = await service.manager.info(_known_id(sandbox_id))
     if info.state is State.FAILED:
-        body = {"code": 410, "message": f"sandbox {info.id} died ({info.reason}); delete it", "error_code": "died"}
+        body = {
+            "sandboxID": info.id,
+            "code": 410,
+            "message": f"sandbox {info.id} died ({info.reason}); delete it",
+            "error_code": "died",
+        }
         return JSONResponse(body | {"reason": info.reason, "moonlet": schema.extension(info)}, 410)
     return JSONResponse(schema.detail_body(info) | {"envdAccessToken": service.keys.token(info.id)})
 
