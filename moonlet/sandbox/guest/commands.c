@@ -222,6 +222,14 @@ static void on_exit_status(command *c, int status) {
     if (c->has_terminal && c->out[0].fd >= 0) c->settle_at = now_ms() + SETTLE_MS;
 }
 
+static void on_started(command *c, pid_t pid) {
+    c->started = true;
+    c->pid = pid;
+    buffer *out = reply_begin(c->start_id);
+    buffer_print(out, ",\"pid\":%d", (int)pid);
+    reply_end(out);
+}
+
 static void on_failure(command *c, const message *m) {
     const char *text = strerror(m->value);
     if (m->kind == NO_CWD) reply_error_id(c->start_id, m->value, "cannot enter the working directory of '%s': %s", c->name, text);
@@ -233,11 +241,10 @@ static void on_failure(command *c, const message *m) {
 static void on_gone(command *c) {
     close_fd(&c->control);
     c->gone = true;
-    if (c->started && !c->exited) { /* the command killed its own supervisor: its descendants are found by their mark */
+    if (!c->exited) { /* the command killed its own supervisor: its descendants are found by their mark */
+        if (!c->started) on_started(c, 0);
         kill_marked(c->name);
         on_exit_status(c, SIGKILL);
-    } else if (!c->started && !c->exited) {
-        on_failure(c, &(message){NO_PROGRAM, EIO});
     }
     drain_both(c);
 }
@@ -252,13 +259,7 @@ static void on_control(void *owner, int fd, short events) {
     if (n != sizeof m) {
         on_gone(c);
     } else if (m.kind == STARTED) {
-        c->started = true;
-        c->pid = m.value;
-        if (c->start_id >= 0) {
-            buffer *out = reply_begin(c->start_id);
-            buffer_print(out, ",\"pid\":%d", (int)c->pid);
-            reply_end(out);
-        }
+        on_started(c, m.value);
     } else if (m.kind == EXITED) {
         on_exit_status(c, m.value);
     } else if (!c->started) {

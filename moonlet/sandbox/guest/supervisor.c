@@ -87,13 +87,39 @@ static void report(int kind, int number) {
     while (send(self.control, &m, sizeof m, MSG_NOSIGNAL) < 0 && (errno == EINTR || errno == EAGAIN)) usleep(1000);
 }
 
-static void raise_oom_score(pid_t pid) {
-    char path[64];
-    snprintf(path, sizeof path, "/proc/%d/oom_score_adj", (int)pid);
-    int fd = open(path, O_WRONLY | O_CLOEXEC);
-    if (fd < 0) return;
-    if (write(fd, CHILD_OOM_SCORE, sizeof CHILD_OOM_SCORE - 1) < 0) {} /* a system that forbids it does without */
-    close(fd);
+/* Of this process and so of its children. A process that cannot be looked into (see prepare_process) may not write there. */
+static void raise_oom_score(void) {
+    prctl(PR_SET_DUMPABLE, 1, 0, 0, 0);
+    int fd = open("/proc/self/oom_score_adj", O_WRONLY | O_CLOEXEC);
+    if (fd >= 0) {
+        if (write(fd, CHILD_OOM_SCORE, sizeof CHILD_OOM_SCORE - 1) < 0) {} /* a system that forbids it does without */
+        close(fd);
+    }
+    prctl(PR_SET_DUMPABLE, 0, 0, 0, 0);
+}
+
+static int by_number(const void *a, const void *b) { return *(const int *)a - *(const int *)b; }
+
+/* Pipes of other commands must not stay open here: their readers would never see the end. */
+static void close_all_but(int *keep, size_t count) {
+    int from = 0;
+    size_t i = 0;
+    qsort(keep, count, sizeof *keep, by_number);
+#ifdef SYS_close_range
+    for (; i <= count; from = i < count ? keep[i] + 1 : from, i++) {
+        int to = i < count ? keep[i] - 1 : INT_MAX;
+        if (from <= to && syscall(SYS_close_range, from, to, 0)) break;
+    }
+    if (i > count) return;
+#endif
+    DIR *folder = opendir("/proc/self/fd");
+    for (struct dirent *entry; folder && (entry = readdir(folder));) {
+        int fd = atoi(entry->d_name);
+        bool kept = *entry->d_name == '.' || fd == dirfd(folder);
+        for (i = 0; i < count; i++) kept = kept || fd == keep[i];
+        if (!kept) close(fd);
+    }
+    if (folder) closedir(folder);
 }
 
 static void start_main(const launch *l) {
@@ -111,7 +137,6 @@ static void start_main(const launch *l) {
     else if (failure.kind) report(failure.kind, failure.value);
     if (pid < 0 || failure.kind) _exit(0);
     self.main = self.session = pid;
-    raise_oom_score(pid);
     report(STARTED, pid);
     close(l->input);
     close(l->output);
@@ -206,13 +231,16 @@ static void send_doomed(const processes *all, int number) {
         if (all->items[i].is_doomed && !all->items[i].is_dead) kill(all->items[i].pid, number);
 }
 
-static void reap(void) {
+/* False when there is no child any more. */
+static bool reap(void) {
     int status;
-    for (pid_t pid; (pid = waitpid(-1, &status, WNOHANG)) > 0;) {
+    pid_t pid;
+    while ((pid = waitpid(-1, &status, WNOHANG)) > 0) {
         if (pid != self.main) continue;
         self.main = 0;
         report(EXITED, status);
     }
+    return pid == 0;
 }
 
 /* Stop all until a look finds no more of them (a stopped process cannot fork), then kill; again until none is left. */
@@ -244,27 +272,6 @@ void kill_marked(const char *name) {
 /* -- waiting ------------------------------------------------------------------------------------------------------ */
 static void wake(int number) { (void)number; }
 
-static void close_others(int keep) {
-    /* Pipes of other commands must not stay open here: their readers would never see the end. */
-    for (int i = 0; i < 3; i++)
-        if (i != keep) close(i);
-#ifdef SYS_close_range
-    if (!syscall(SYS_close_range, 3, keep - 1, 0) || keep == 3)
-        if (!syscall(SYS_close_range, keep + 1, ~0U, 0)) return;
-#endif
-    DIR *open_files = opendir("/proc/self/fd"); /* an old gVisor: 65536 calls of close take a second there */
-    if (open_files) {
-        for (struct dirent *entry; (entry = readdir(open_files));) {
-            int fd = atoi(entry->d_name);
-            if (fd > 2 && fd != keep && fd != dirfd(open_files)) close(fd);
-        }
-        closedir(open_files);
-        return;
-    }
-    for (int i = 3; i < 65536; i++)
-        if (i != keep) close(i);
-}
-
 static void obey(void) {
     message m;
     ssize_t n = recv(self.control, &m, sizeof m, MSG_DONTWAIT);
@@ -289,11 +296,10 @@ void supervise(const launch *l) {
     self.control = l->control;
     self.name = l->name;
     self.is_subreaper = become_subreaper();
+    close_all_but((int[]){l->input, l->output, l->error, l->control}, 4);
+    raise_oom_score();
     start_main(l);
-    close_others(l->control);
-    for (;;) {
-        reap();
-        if (!self.main && waitpid(-1, NULL, WNOHANG) < 0 && errno == ECHILD) break;
+    while (reap()) {
         if (self.is_killing) {
             kill_all(getpid(), !self.is_subreaper, self.name);
             break;
