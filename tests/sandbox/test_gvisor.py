@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import subprocess
@@ -48,7 +49,7 @@ class Bench:
         self.folder = folder
         self.label = f"test-{os.getpid()}-{abs(hash(folder)) % 10**6}"
         self.backend = GvisorBackend(RUNSC)
-        self._streams: list[GuestStream] = []
+        self._streams: dict[Machine, GuestStream] = {}
 
     def spec(self, name: str, limits: Limits = SMALL, rootfs: Path | None = None) -> MachineSpec:
         template = Template("host" if rootfs is None else rootfs.name, rootfs)
@@ -67,12 +68,14 @@ class Bench:
         return await self.backend.launch(self.spec(name, limits), self.live(name))
 
     async def guest(self, machine: Machine) -> Guest:
-        stream = await GuestStream.open(machine.endpoint(), timeout_s=20)
-        self._streams.append(stream)
-        return Guest(stream)
+        """One at a time: two would take each other's answers."""
+        if machine in self._streams:
+            self._streams[machine].close()
+        self._streams[machine] = await GuestStream.open(machine.endpoint(), timeout_s=20)
+        return Guest(self._streams[machine])
 
     async def close(self) -> None:
-        for stream in self._streams:
+        for stream in self._streams.values():
             stream.close()
         await self.backend.sweep(self.label, set())
 
@@ -290,6 +293,48 @@ def test_a_save_is_no_death(tmp_path: Path) -> None:
         os.kill(int((made.folder / "a" / "pid").read_text()), signal.SIGKILL)
         async with asyncio.timeout(10):
             assert await death == FailReason.CRASH
+
+    run(tmp_path, work)
+
+
+def test_a_cancelled_save_leaves_the_machine_running(tmp_path: Path) -> None:
+    async def work(made: Bench) -> None:
+        machine = await made.launch("a")
+        await start_counter(await made.guest(machine))
+        for delay_s in (0.0, 0.02, 0.06, 0.1, 0.15, 0.25):
+            task = asyncio.ensure_future(machine.save(made.image(f"image-{delay_s}"), is_final=False))
+            await asyncio.sleep(delay_s)
+            task.cancel()
+            await asyncio.wait([task])
+            guest = await made.guest(machine)
+            assert await counts_on(guest, await count(guest))
+
+    run(tmp_path, work)
+
+
+def test_destroy_in_the_middle_of_a_save(tmp_path: Path) -> None:
+    async def work(made: Bench) -> None:
+        for number, delay_s in enumerate((0.02, 0.08, 0.2, 0.3)):
+            machine = await made.launch(f"a{number}")
+            task = asyncio.ensure_future(machine.save(made.image(f"image{number}"), is_final=False))
+            await asyncio.sleep(delay_s)
+            await machine.destroy()
+            await asyncio.wait([task])
+            assert find_processes(made.label) == []
+
+    run(tmp_path, work)
+
+
+def test_a_cancelled_launch_leaves_nothing(tmp_path: Path) -> None:
+    async def work(made: Bench) -> None:
+        await made.backend.probe()
+        for number, delay_s in enumerate((0.01, 0.05, 0.1, 0.15, 0.2)):
+            task = asyncio.ensure_future(made.launch(f"a{number}"))
+            await asyncio.sleep(delay_s)
+            task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await (await task).destroy()
+            assert find_processes(made.label) == []
 
     run(tmp_path, work)
 

@@ -69,9 +69,12 @@ class Bundle:
         return self.folder / "guest"
 
     @property
-    def state(self) -> Path:
-        """Where runsc keeps what it knows of the container."""
+    def states(self) -> Path:
         return self.folder / "runsc"
+
+    def state(self, container: str) -> Path:
+        """Where runsc keeps what it knows of a container; by this path all its processes can be told."""
+        return self.states / container
 
     @property
     def log(self) -> Path:
@@ -85,7 +88,7 @@ class Bundle:
 
 def write_bundle(bundle: Bundle, spec: MachineSpec, guest_files: Mapping[str, Path]) -> None:
     """Make everything but `config.json` in the empty folder; `guest_files` has the agent. Blocking."""
-    bundle.state.mkdir()
+    bundle.states.mkdir()
     bundle.guest_folder.mkdir(mode=0o755)
     for name, file in guest_files.items():
         link_or_copy(file, bundle.guest_folder / name)

@@ -22,6 +22,7 @@ from pathlib import Path
 from moonlet.errors import SandboxDiedError, SandboxError, SandboxStateError, StorageError
 from moonlet.sandbox.api import FailReason
 from moonlet.sandbox.backend import Machine, MachineSpec, Usage
+from moonlet.sandbox.generations import settled
 from moonlet.sandbox.guest.stream import FifoPair
 from moonlet.sandbox.gvisor import cgroup
 from moonlet.sandbox.gvisor.bundle import SENTRY_BYTES, Bundle, link_or_copy, write_config
@@ -82,28 +83,43 @@ class GvisorMachine(Machine):
     # -- lives --------------------------------------------------------------------------------------------------------
     async def begin(self, checkpoint: Path | None) -> None:
         """Start a container, from the template or from a checkpoint. After an error nothing of it is left."""
+        self._require_wanted()
         self._life = replace(self._life, number=self._life.number + 1, process=None)
         bundle = self._bundle
         pid_file = bundle.folder / "pid"
         pid_file.unlink(missing_ok=True)
+        bundle.state(self.container).mkdir(parents=True, exist_ok=True)
         write_config(bundle, self.spec, self.container, preload=self._life.preload)
         verb = ["run"] if checkpoint is None else ["restore", f"--image-path={checkpoint}"]
         args = [*verb, "--detach", f"--bundle={bundle.folder}", f"--pid-file={pid_file}", self.container]
         try:
             with _open_fifos(bundle) as (stdin, stdout):
-                command = self._runsc.command(bundle.state, *args, log=bundle.log)
+                command = self._runsc.command(bundle.state(self.container), *args, log=bundle.log)
                 done = await call(command, timeout_s=_START_S, stdin=stdin, stdout=stdout)
+            self._require_wanted()
             process = ProcessId.of(int(pid_file.read_text())) if done.code == 0 else None
             if process is None:
                 raise SandboxError(f"gVisor could not start the machine: {read_log(bundle.log) or done.message}")
             self._life = replace(self._life, process=process)
             self._life.write(bundle.folder)
         except BaseException:
-            await self._end_life()
+            await settled(asyncio.ensure_future(self._end_life()))
             raise
         self._is_frozen = self._is_between_lives = False
+        self._tell_begin()
+
+    def _tell_begin(self) -> None:
+        """Wake who waits for the end of the time between two lives."""
         self._began.set()
         self._began.clear()
+
+    def _require_wanted(self) -> None:
+        if self._is_destroyed:
+            raise SandboxDiedError(f"sandbox {self.spec.id} has been destroyed", FailReason.LOST)
+
+    async def _begin_saved(self) -> None:
+        await self.begin(self._bundle.saved)
+        await asyncio.to_thread(shutil.rmtree, self._bundle.saved, True)
 
     async def _end_life(self) -> None:
         """Kill the container and forget it; its folder stays."""
@@ -124,28 +140,35 @@ class GvisorMachine(Machine):
         if self._is_frozen or self._is_between_lives:
             return
         self._require_alive()
-        message = await self._control("pause")
+        self._is_frozen = True  # also for a caller that is cancelled meanwhile
+        message = await settled(asyncio.ensure_future(self._control("pause")))
         if message and "in state paused" not in message:
+            self._is_frozen = False
             self._require_alive()
             raise SandboxError(f"gVisor could not pause the machine: {message}")
-        self._is_frozen = True
 
     async def thaw(self) -> None:
         async with self._lock:
             if self._is_between_lives:
-                await self.begin(self._bundle.saved)
-                await asyncio.to_thread(shutil.rmtree, self._bundle.saved, True)
+                await self._begin_saved()
                 return
             self._require_alive()
-            message = await self._control("resume")
+            message = await self._thaw()
             if message and "in state running" not in message:
                 self._require_alive()
                 raise SandboxError(f"gVisor could not resume the machine: {message}")
-            self._is_frozen = False
+
+    async def _thaw(self) -> str:
+        """Empty, or the complaint: there may be nothing to thaw, or nothing that lives."""
+        message = await self._control("resume")
+        self._is_frozen = False
+        return message
 
     async def _control(self, verb: str) -> str:
         """Empty, or the complaint."""
-        done = await call(self._runsc.command(self._bundle.state, verb, self.container), timeout_s=_CONTROL_S)
+        done = await call(
+            self._runsc.command(self._bundle.state(self.container), verb, self.container), timeout_s=_CONTROL_S
+        )
         return "" if done.code == 0 else done.message or f"exit status {done.code}"
 
     def _require_alive(self) -> None:
@@ -161,25 +184,35 @@ class GvisorMachine(Machine):
                 raise SandboxStateError(f"sandbox {self.spec.id} has been saved for good already")
             was_frozen = self._is_frozen
             await self._check_space()
-            await self._freeze()
-            await _drain(self._bundle.from_guest)
-            await self._checkpoint()
             try:
+                await self._freeze()
+                await _drain(self._bundle.from_guest)
+                await self._checkpoint()
                 await asyncio.to_thread(self._fill_image, image)
             except OSError as error:
-                await self._live_on(was_frozen)
+                await settled(asyncio.ensure_future(self._live_on(was_frozen)))
                 raise StorageError(f"cannot write {image}: {error.strerror or error}; free some space") from error
             except BaseException:
-                await self._live_on(was_frozen)
+                await settled(asyncio.ensure_future(self._live_on(was_frozen)))
                 raise
             if not is_final:
-                await self._live_on(was_frozen)
+                await settled(asyncio.ensure_future(self._live_on(was_frozen)))
 
     async def _live_on(self, was_frozen: bool) -> None:
-        await self.begin(self._bundle.saved)
-        await asyncio.to_thread(shutil.rmtree, self._bundle.saved, True)
-        if was_frozen:
-            await self._freeze()
+        """As before the save: from the checkpoint if there is a whole one, else in the Sentry if that is still there."""
+        if self._is_destroyed:
+            return
+        if self._bundle.saved.exists():
+            await self._end_life()
+            await self._begin_saved()
+            if was_frozen:
+                await self._freeze()
+            return
+        await asyncio.to_thread(shutil.rmtree, self._bundle.saved.with_suffix(".tmp"), True)
+        if self._is_frozen and not was_frozen:
+            await self._thaw()
+        self._is_between_lives = False
+        self._tell_begin()
 
     async def _check_space(self) -> None:
         """A checkpoint that meets a full disk would be the end of the machine: look before."""
@@ -192,39 +225,21 @@ class GvisorMachine(Machine):
             )
 
     async def _checkpoint(self) -> None:
-        """Leaves a whole checkpoint in `saved` and no Sentry. After an error the machine goes on, or is gone for good."""
+        """Leaves a whole checkpoint in `saved` and no Sentry; after an error what `_live_on` needs."""
         saved, unfinished = self._bundle.saved, self._bundle.saved.with_suffix(".tmp")
         await asyncio.to_thread(shutil.rmtree, unfinished, True)
         unfinished.mkdir()
         args = [CHECKPOINT, f"--image-path={unfinished}", self.container]
         if self._runsc.can_skip_compression:
             args.insert(1, "--compression=none")
-        command = self._runsc.command(self._bundle.state, *args)
+        command = self._runsc.command(self._bundle.state(self.container), *args)
         self._is_between_lives = True
-        try:
-            done = await call(["sh", "-c", '"$@" && mv "$0.tmp" "$0"', str(saved), *command], timeout_s=_SAVE_S)
-        except BaseException:
-            await self._stop_checkpoint()
-            raise
+        work = call(["sh", "-c", '"$@" && mv "$0.tmp" "$0"', str(saved), *command], timeout_s=_SAVE_S)
+        # To its end also for a caller that is cancelled: a Sentry that saves itself cannot be stopped.
+        done = await settled(asyncio.ensure_future(work))
         if done.code != 0:
-            await self._stop_checkpoint()
             self._raise_unsaved(done.message)
         await self._end_life()
-
-    async def _stop_checkpoint(self) -> None:
-        """The machine goes on if its Sentry is still there, whatever became of the checkpoint."""
-        saved = self._bundle.saved
-        find = lambda: [p for p in find_processes(self.spec.label, self.spec.id) if CHECKPOINT in p.argv]  # noqa: E731
-        await kill_all(find)
-        if saved.exists() and not self._is_destroyed:
-            await self._end_life()
-            await self.begin(saved)
-            await asyncio.to_thread(shutil.rmtree, saved, True)
-            return
-        self._is_between_lives = False
-        self._began.set()
-        self._began.clear()
-        await asyncio.to_thread(shutil.rmtree, saved.with_suffix(".tmp"), True)
 
     def _raise_unsaved(self, message: str) -> None:
         is_full = "no space left" in message
@@ -290,11 +305,9 @@ class GvisorMachine(Machine):
         """Take over what lives in the folder. Raises SandboxDiedError if nothing does and nothing was saved there."""
         async with self._lock:
             await self._wait_checkpoint()
-            saved = self._bundle.saved
-            if saved.exists():
+            if self._bundle.saved.exists():
                 await self._end_life()
-                await self.begin(saved)
-                await asyncio.to_thread(shutil.rmtree, saved, True)
+                await self._begin_saved()
                 return
             self._require_alive()
 
@@ -350,9 +363,7 @@ def _proportional_bytes(pid: int) -> int:
 
 
 def _forget(bundle: Bundle, spec: MachineSpec) -> None:
-    shutil.rmtree(bundle.state, ignore_errors=True)
-    with contextlib.suppress(OSError):
-        bundle.state.mkdir()
+    shutil.rmtree(bundle.states, ignore_errors=True)
     for folder in cgroup.find_cgroups(spec.label):
         if folder.name.rsplit(".", 1)[0] == f"{spec.label}.{spec.id}":
             cgroup.remove_cgroups(spec.label, folder.name)

@@ -6,10 +6,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 from dataclasses import dataclass
 from pathlib import Path
@@ -113,7 +115,8 @@ async def call(argv: list[str], *, timeout_s: float, stdin: int | None = None, s
         raise SandboxTimeoutError(f"runsc {_verb(argv)} did not end within {timeout_s:g} s") from error
     finally:
         if process.returncode is None:
-            process.kill()
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
             await process.wait()
     return Done(process.returncode or 0, _last_words(errors or b""))
 
