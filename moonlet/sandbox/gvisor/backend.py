@@ -69,7 +69,7 @@ class GvisorBackend(Backend):
             file.name: file for file in (image / GUEST).iterdir()
         }  # the agent that runs in the image, not a newer one
         machine = GvisorMachine(found.runsc, spec, folder, Life(preload=facts["preload"]))
-        await asyncio.to_thread(write_bundle, Bundle(folder), spec, files)
+        await asyncio.to_thread(write_bundle, Bundle(folder), spec, files, facts["root"])
         await machine.begin(image / CHECKPOINT)
         return machine
 

@@ -1,4 +1,4 @@
-"""The OCI bundle of a machine: `config.json`, two named pipes, and for the template `host` a root made of the host's.
+"""The OCI bundle of a machine: `config.json`, two named pipes, and the files that only the agent needs.
 
 The guest's root is a read-only lower layer under an upper one in memory, which a checkpoint carries. `/workspace` and
 `/tmp` are file systems in memory with a size, so that a guest which fills its disk gets an error and not the end.
@@ -17,14 +17,13 @@ from typing import Any
 from moonlet.sandbox.api import GUEST_HOME
 from moonlet.sandbox.backend import MachineSpec
 from moonlet.sandbox.gvisor.cgroup import cgroups_path
-from moonlet.sandbox.hostview import host_dirs, write_minimal_etc
+from moonlet.sandbox.gvisor.host_root import GUEST_FOLDER, find_host_root
+from moonlet.sandbox.hostview import host_dirs
 
 # Sentry, gofer and page tables: what a machine takes of the host beside what its guest was promised.
 SENTRY_BYTES = 96 << 20
 FILES_SHARE = 0.75  # of the memory, for files: they live there too
 
-GUEST_FOLDER = "/.moonlet"  # where the agent is, read-only
-_EMPTY_DIRS = ("proc", "sys", "dev", "tmp", "run", "var/tmp", "root", "home", "opt", "mnt", "srv", GUEST_HOME[1:])
 _PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 # All that package managers and servers ask for; each one counts in the Sentry only, never on the host.
 _COMMAND_CAPABILITIES = (
@@ -57,6 +56,11 @@ class Bundle:
         return self.folder / "config.json"
 
     @property
+    def rootfs(self) -> Path:
+        """A link to the lower layer of the guest's root."""
+        return self.folder / "rootfs"
+
+    @property
     def to_guest(self) -> Path:
         return self.folder / "to_guest"
 
@@ -86,16 +90,18 @@ class Bundle:
         return self.folder / "saved"
 
 
-def write_bundle(bundle: Bundle, spec: MachineSpec, guest_files: Mapping[str, Path]) -> None:
-    """Make everything but `config.json` in the empty folder; `guest_files` has the agent. Blocking."""
+def write_bundle(bundle: Bundle, spec: MachineSpec, guest_files: Mapping[str, Path], root_name: str = "") -> None:
+    """Make everything but `config.json` in the empty folder; `guest_files` has the agent. Blocking.
+
+    `root_name` is the host's root that a saved machine had.
+    """
     bundle.states.mkdir()
     bundle.guest_folder.mkdir(mode=0o755)
     for name, file in guest_files.items():
         link_or_copy(file, bundle.guest_folder / name)
     for fifo in (bundle.to_guest, bundle.from_guest):
         os.mkfifo(fifo, 0o600)
-    if spec.template.rootfs is None:
-        _make_host_root(bundle.folder / "rootfs")
+    bundle.rootfs.symlink_to(spec.template.rootfs or find_host_root(root_name))
 
 
 def link_or_copy(source: Path, target: Path) -> None:
@@ -106,20 +112,8 @@ def link_or_copy(source: Path, target: Path) -> None:
         shutil.copy2(source, target)
 
 
-def _make_host_root(root: Path) -> None:
-    for name in (*_EMPTY_DIRS, GUEST_FOLDER[1:]):
-        (root / name).mkdir(parents=True)
-    for host in host_dirs():
-        if host.link_target:
-            (root / host.path[1:]).symlink_to(host.link_target)
-        else:
-            (root / host.path[1:]).mkdir()
-    write_minimal_etc(root / "etc")
-
-
 def write_config(bundle: Bundle, spec: MachineSpec, container: str, *, preload: bool) -> None:
     """Write `config.json` for one life of the machine. `preload` wraps `statx` in every program of the guest."""
-    root = spec.template.rootfs or bundle.folder / "rootfs"
     config = {
         "ociVersion": "1.0.0",
         "process": {
@@ -135,7 +129,7 @@ def write_config(bundle: Bundle, spec: MachineSpec, container: str, *, preload: 
             "rlimits": [{"type": "RLIMIT_NOFILE", "hard": 65536, "soft": 1024}],
             "noNewPrivileges": False,
         },
-        "root": {"path": str(root), "readonly": False},
+        "root": {"path": str(bundle.rootfs.resolve()), "readonly": False},
         "hostname": spec.hostname,
         "mounts": _mounts(bundle, spec, preload=preload),
         "linux": {
@@ -172,12 +166,11 @@ def _mounts(bundle: Bundle, spec: MachineSpec, *, preload: bool) -> list[dict[st
         _memory_mount("/tmp", spec, mode="1777"),
         _bind(bundle.guest_folder, GUEST_FOLDER),
     ]
-    rootfs = spec.template.rootfs
-    if rootfs is None:
+    if spec.template.rootfs is None:
         mounts += [_bind(host.path, host.path) for host in host_dirs() if not host.link_target]
-    if rootfs is None or not any((rootfs / GUEST_HOME[1:]).glob("*")):
+    if not any((bundle.rootfs / GUEST_HOME[1:]).glob("*")):
         mounts.append(_memory_mount(GUEST_HOME, spec, mode="755"))
-    if preload and (rootfs is None or (rootfs / "etc/ld.so.preload").is_file()):
+    if preload and (bundle.rootfs / "etc/ld.so.preload").is_file():
         mounts.append(_bind(bundle.guest_folder / "ld.so.preload", "/etc/ld.so.preload"))
     return mounts
 

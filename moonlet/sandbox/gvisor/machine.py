@@ -253,7 +253,12 @@ class GvisorMachine(Machine):
             (image / name).mkdir(parents=True)
             for file in sorted(source.iterdir()):
                 link_or_copy(file, image / name / file.name)
-        facts = {"version": self._runsc.version, "platform": self._runsc.platform, "preload": self._life.preload}
+        facts = {
+            "version": self._runsc.version,
+            "platform": self._runsc.platform,
+            "preload": self._life.preload,
+            "root": self._bundle.rootfs.resolve().name,
+        }
         (image / META).write_text(json.dumps(facts))
 
     # -- watching -----------------------------------------------------------------------------------------------------

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import os
 import platform
 import shutil
 import subprocess
@@ -11,7 +10,7 @@ import tempfile
 from pathlib import Path
 
 from moonlet.errors import BackendUnavailableError
-from moonlet.sandbox.gvisor.bundle import GUEST_FOLDER
+from moonlet.sandbox.gvisor.host_root import GUEST_FOLDER, cache_folder
 
 _SOURCE = Path(__file__).parent / "statx.c"
 _COMPILERS = ("cc", "gcc", "clang")
@@ -24,7 +23,7 @@ def build_preload() -> dict[str, Path]:
     Raises BackendUnavailableError where there is no compiler.
     """
     key = hashlib.sha256(_SOURCE.read_bytes() + repr((_FLAGS, platform.machine())).encode()).hexdigest()[:32]
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "moonlet" / f"statx-{key}"
+    folder = cache_folder() / f"statx-{key}"
     library, loader = folder / "statx.so", folder / "ld.so.preload"
     if not library.exists() or not loader.exists():
         folder.mkdir(parents=True, exist_ok=True)
