@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import textwrap
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -297,6 +299,7 @@ def test_a_save_is_no_death(tmp_path: Path) -> None:
     run(tmp_path, work)
 
 
+@pytest.mark.slow
 def test_a_cancelled_save_leaves_the_machine_running(tmp_path: Path) -> None:
     async def work(made: Bench) -> None:
         machine = await made.launch("a")
@@ -312,6 +315,7 @@ def test_a_cancelled_save_leaves_the_machine_running(tmp_path: Path) -> None:
     run(tmp_path, work)
 
 
+@pytest.mark.slow
 def test_destroy_in_the_middle_of_a_save(tmp_path: Path) -> None:
     async def work(made: Bench) -> None:
         for number, delay_s in enumerate((0.02, 0.08, 0.2, 0.3)):
@@ -325,6 +329,7 @@ def test_destroy_in_the_middle_of_a_save(tmp_path: Path) -> None:
     run(tmp_path, work)
 
 
+@pytest.mark.slow
 def test_a_cancelled_launch_leaves_nothing(tmp_path: Path) -> None:
     async def work(made: Bench) -> None:
         await made.backend.probe()
@@ -339,6 +344,7 @@ def test_a_cancelled_launch_leaves_nothing(tmp_path: Path) -> None:
     run(tmp_path, work)
 
 
+@pytest.mark.slow
 def test_full_disk_of_the_image_leaves_the_machine_running(tmp_path: Path) -> None:
     if os.geteuid() != 0:
         pytest.skip("mounting a small file system needs root")
@@ -396,6 +402,7 @@ def test_sweep_takes_what_is_not_kept(tmp_path: Path) -> None:
     run(tmp_path, work)
 
 
+@pytest.mark.slow
 def test_image_of_another_version_is_refused(tmp_path: Path) -> None:
     async def work(made: Bench) -> None:
         machine = await made.launch("a")
@@ -429,6 +436,7 @@ def test_guest_sees_neither_the_host_nor_a_network(tmp_path: Path) -> None:
     run(tmp_path, work)
 
 
+@pytest.mark.slow
 def test_fork_bomb_stops_at_the_limit(tmp_path: Path) -> None:
     async def work(made: Bench) -> None:
         machine = await made.launch("a", Limits(memory_bytes=256 << 20, processes=40))
@@ -463,3 +471,31 @@ def test_process_is_known_by_its_start(tmp_path: Path) -> None:
     asyncio.run(known.wait_exit())
     assert ProcessId.of(child.pid) is None
     child.wait()
+
+
+@pytest.mark.slow
+def test_an_ordinary_user_gets_machines_or_an_honest_answer(tmp_path: Path) -> None:
+    """Versions of 2024 and newer work for everyone; the one of 2022 for root only, and then says what to install."""
+    home = Path(tempfile.mkdtemp(prefix="moonlet-user-"))
+    code = f"""
+        import asyncio
+        from moonlet.sandbox.gvisor import GvisorBackend
+        probe = asyncio.run(GvisorBackend({RUNSC!r}).probe())
+        print(probe.caps.processes_survive_pause if probe.caps else probe.reason)
+    """
+    root = str(Path(__file__).parents[2])
+    user = ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups"]
+    run = ["env", f"HOME={home}", f"XDG_CACHE_HOME={home}/cache", f"PYTHONPATH={root}", "PYTHONDONTWRITEBYTECODE=1"]
+    program = ["/usr/bin/python3", "-c", textwrap.dedent(code)]
+    try:
+        if (
+            os.geteuid() != 0
+            or subprocess.run([*user, *run, *program[:2], "import moonlet.errors"], cwd="/").returncode
+        ):
+            pytest.skip("needs root, and a checkout and a Python that others may read")
+        os.chown(home, 65534, 65534)
+        done = subprocess.run([*user, *run, *program], cwd="/", capture_output=True, text=True, timeout=60)
+    finally:
+        shutil.rmtree(home)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "True" or "works for root only: install gVisor" in done.stdout

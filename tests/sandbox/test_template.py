@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import signal
 import socket
 import stat
@@ -11,13 +12,19 @@ import subprocess
 import sys
 import textwrap
 import threading
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 from moonlet.errors import StorageError, TemplateError
-from moonlet.sandbox.template.debian import choose_mode, read_mirrors
+from moonlet.sandbox.api import Limits
+from moonlet.sandbox.backend import MachineSpec
+from moonlet.sandbox.guest.client import Guest
+from moonlet.sandbox.guest.stream import GuestStream
+from moonlet.sandbox.gvisor import GvisorBackend
+from moonlet.sandbox.template.debian import DebianSource, choose_mode, read_mirrors
 from moonlet.sandbox.template.directory import DirectorySource
 from moonlet.sandbox.template.source import Made, Source, Workshop
 from moonlet.sandbox.template.store import TemplateStore
@@ -381,3 +388,63 @@ def test_the_mode_fits_the_privileges() -> None:
         assert choose_mode() in ("unshare", "fakechroot")
     except TemplateError as error:
         assert "apt-get install" in str(error)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_template_of_debian_packages_runs(tmp_path: Path, require_backend) -> None:
+    """Built from the host's own archives, then used as the root of a machine."""
+    require_backend("gvisor")
+    store = TemplateStore(tmp_path / "store")
+    told: list[str] = []
+
+    async def work() -> None:
+        template = await store.build("deb", DebianSource(("hello",)), lambda what, share: told.append(what))
+        machine = await GvisorBackend().launch(
+            MachineSpec("a", "test-debian", template, Limits(memory_bytes=256 << 20), "deb"), live
+        )
+        try:
+            stream = await GuestStream.open(machine.endpoint(), timeout_s=20)
+            done = await Guest(stream).exec(
+                "hello && dpkg -s hello | grep Status && touch /usr/bin/new && cat /etc/resolv.conf"
+            )
+            stream.close()
+        finally:
+            await machine.destroy()
+        assert done.text == "Hello, world!\nStatus: install ok installed\n"
+        assert template.rootfs is not None and not (template.rootfs / "usr/bin/new").exists()
+
+    live = tmp_path / "live"
+    live.mkdir()
+    asyncio.run(work())
+    assert any("installing" in line for line in told)
+
+
+@pytest.mark.slow
+def test_a_killed_build_takes_mmdebstrap_along(tmp_path: Path) -> None:
+    if shutil.which("mmdebstrap") is None or shutil.which("setpriv") is None:
+        pytest.skip("needs mmdebstrap and setpriv")
+    code = f"""
+        import asyncio, os, signal
+        from pathlib import Path
+        from moonlet.sandbox.template.debian import DebianSource
+        from moonlet.sandbox.template.store import TemplateStore
+
+        def tell(what, share):
+            if "apt-get update" in what:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        asyncio.run(TemplateStore(Path({str(tmp_path)!r})).build("mine", DebianSource(()), tell))
+    """
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], timeout=120)
+    assert done.returncode == -signal.SIGKILL
+
+    def remains() -> list[str]:
+        lines = subprocess.run(["ps", "axo", "args"], capture_output=True, text=True).stdout.splitlines()
+        return [line for line in lines if f"{tmp_path}/tmp" in line]
+
+    deadline = time.monotonic() + 20
+    while remains():
+        assert time.monotonic() < deadline, remains()
+        time.sleep(0.1)
+    assert str(tmp_path) not in Path("/proc/mounts").read_text()

@@ -55,11 +55,8 @@ async def _try(runsc: Runsc) -> Found:
         return await _try_machine(runsc)
     except SandboxError as error:
         if not runsc.has_cgroups:
-            hint = (
-                ""
-                if not runsc.is_user or runsc.platform != "ptrace"
-                else f" (this version works for root only; {INSTALL_HINT})"
-            )
+            is_old = runsc.is_user and runsc.platform == "ptrace"
+            hint = f"; version {runsc.version} works for root only: {INSTALL_HINT}" if is_old else ""
             raise SandboxError(f"{error}{hint}") from error
     return await _try_machine(replace(runsc, has_cgroups=False))
 
