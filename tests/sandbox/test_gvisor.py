@@ -13,6 +13,7 @@ import tempfile
 import textwrap
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -264,6 +265,23 @@ def test_hog_ends_the_machine_with_the_reason(tmp_path: Path) -> None:
         assert caught.value.reason == FailReason.OOM
         await machine.destroy()
         await machine.destroy()
+
+    run(tmp_path, work)
+
+
+@pytest.mark.slow
+def test_without_control_groups_memory_is_watched(tmp_path: Path) -> None:
+    async def work(made: Bench) -> None:
+        found = await made.backend._find()
+        made.backend._found = replace(found, runsc=replace(found.runsc, has_cgroups=False))
+        machine = await made.launch("a")
+        guest = await made.guest(machine)
+        await guest.exec("head -c 30M /dev/urandom > /workspace/data")
+        assert 30 << 20 < machine.usage().memory_bytes < 100 << 20
+        death = asyncio.ensure_future(machine.wait_dead())
+        await guest.start(["python3", "-c", "import time; x = bytearray(400 << 20); time.sleep(60)"])
+        async with asyncio.timeout(30):
+            assert await death == FailReason.OOM
 
     run(tmp_path, work)
 

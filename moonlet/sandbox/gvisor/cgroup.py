@@ -40,11 +40,13 @@ def count_oom_kills(label: str, container: str) -> int:
 
 
 def memory_bytes(label: str, container: str) -> int | None:
-    """What the container uses, its Sentry and page cache included; None if it has no group of its own."""
+    """Memory that only this container can give back: its Sentry's and its guest's; None if it has no group of its own."""
     for folder in find_cgroups(label, container):
-        for name in ("memory.usage_in_bytes", "memory.current"):
-            with contextlib.suppress(OSError):
-                return int((folder / name).read_text())
+        with contextlib.suppress(OSError):
+            counts = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+            for names in (("total_rss", "total_shmem"), ("anon", "shmem")):
+                if names[0] in counts:
+                    return sum(int(counts.get(name, 0)) for name in names)
     return None
 
 

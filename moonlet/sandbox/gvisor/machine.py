@@ -26,7 +26,7 @@ from moonlet.sandbox.generations import settled
 from moonlet.sandbox.guest.stream import FifoPair
 from moonlet.sandbox.gvisor import cgroup
 from moonlet.sandbox.gvisor.bundle import SENTRY_BYTES, Bundle, link_or_copy, write_config
-from moonlet.sandbox.gvisor.processes import ProcessId, container_id, find_processes, kill_all
+from moonlet.sandbox.gvisor.processes import ProcessId, container_id, find_processes, held_bytes, kill_all
 from moonlet.sandbox.gvisor.runsc import Runsc, call, read_log
 
 META = "machine.json"
@@ -302,8 +302,7 @@ class GvisorMachine(Machine):
         counted = cgroup.memory_bytes(self.spec.label, self.container) if self._runsc.has_cgroups else None
         if counted is not None:
             return counted
-        found = find_processes(self.spec.label, self.spec.id)
-        return sum(_proportional_bytes(one.process.pid) for one in found)
+        return held_bytes([one.process.pid for one in find_processes(self.spec.label, self.spec.id)])
 
     # -- after a restart of the service -------------------------------------------------------------------------------
     async def find_again(self) -> None:
@@ -355,16 +354,6 @@ async def _drain(fifo: Path) -> None:
 
 def _waiting_bytes(descriptor: int) -> int:
     return struct.unpack("i", fcntl.ioctl(descriptor, termios.FIONREAD, b"\0" * 4))[0]
-
-
-def _proportional_bytes(pid: int) -> int:
-    try:
-        for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
-            if line.startswith("Pss:"):
-                return int(line.split()[1]) << 10
-    except OSError:
-        pass
-    return 0
 
 
 def _forget(bundle: Bundle, spec: MachineSpec) -> None:
