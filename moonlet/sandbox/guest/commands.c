@@ -233,7 +233,7 @@ static void on_started(command *c, pid_t pid) {
 static void on_failure(command *c, const message *m) {
     const char *text = strerror(m->value);
     if (m->kind == NO_CWD) reply_error_id(c->start_id, m->value, "cannot enter the working directory of '%s': %s", c->name, text);
-    else reply_error_id(c->start_id, m->value, "cannot run %.200s: %s", c->argv.size ? c->argv.data : "", text);
+    else reply_error_id(c->start_id, m->value, "cannot run %.*s: %s", c->argv.size < 200 ? (int)c->argv.size : 200, c->argv.data, text);
     c->exited = true;
     forget(c, m->value, "the command could not be started");
 }
