@@ -515,10 +515,10 @@ def _backends() -> Mapping[str, Backend]:
 def template_store(folder: Path, cache_bytes: int) -> Templates:
     """The templates that are kept in `folder`."""
     try:
-        from moonlet.sandbox.template.store import TemplateStore
+        from moonlet.sandbox.template.store import open_store
     except ModuleNotFoundError:
         return HostTemplate()
-    return TemplateStore(folder, cache_bytes)
+    return open_store(folder.parent, cache_bytes)
 
 
 def _repository(config: ServiceConfig) -> Any:

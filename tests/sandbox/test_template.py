@@ -17,9 +17,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from sandbox.managed import managed
 
 from moonlet.errors import StorageError, TemplateError
-from moonlet.sandbox.api import Limits
+from moonlet.sandbox.api import Limits, SandboxSpec
 from moonlet.sandbox.backend import MachineSpec
 from moonlet.sandbox.guest.client import Guest
 from moonlet.sandbox.guest.stream import GuestStream
@@ -27,7 +28,7 @@ from moonlet.sandbox.gvisor import GvisorBackend
 from moonlet.sandbox.template.debian import DebianSource, choose_mode, read_mirrors
 from moonlet.sandbox.template.directory import DirectorySource
 from moonlet.sandbox.template.source import Made, Source, Workshop
-from moonlet.sandbox.template.store import TemplateStore
+from moonlet.sandbox.template.store import TemplateStore, open_store
 
 
 @pytest.fixture
@@ -330,6 +331,26 @@ def test_templates_of_paused_sandboxes_stay(tmp_path: Path, tree: Path) -> None:
     used.append(asyncio.run(store.build("paused", DirectorySource(tree))).id)
     asyncio.run(store.build("next", DirectorySource(make_tree(tmp_path / "next", "n"))))
     assert asyncio.run(store.resolve("paused")).id == used[0]
+
+
+def test_templates_of_recorded_sandboxes_stay_without_a_service(tmp_path: Path) -> None:
+    async def work() -> None:
+        async with managed(tmp_path / "state") as manager:
+            held = await manager.templates.build("held", DirectorySource(make_tree(tmp_path / "held")))
+            box = await manager.create(SandboxSpec(template="held"))
+            await manager.pause(box.id)
+        store = open_store(tmp_path / "state", 0)
+        await store.build("next", DirectorySource(make_tree(tmp_path / "next", "n")))
+        await store.remove("held")
+        assert (await store.resolve(held.id)).id == held.id
+        async with managed(tmp_path / "state") as manager:
+            await manager.resume(box.id)
+            await manager.destroy(box.id)
+        await store.remove(held.id)
+        with pytest.raises(TemplateError):
+            await store.resolve(held.id)
+
+    asyncio.run(work())
 
 
 def test_removal(tmp_path: Path, tree: Path) -> None:

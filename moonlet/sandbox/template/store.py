@@ -58,6 +58,24 @@ class TemplateInfo:
     workdir: str = ""
 
 
+def open_store(state_dir: Path, cache_bytes: int) -> TemplateStore:
+    """The store of a state directory. What its sandboxes and snapshots were made from stays, also while no service runs."""
+    records = state_dir / "sandboxes.sqlite3"
+    return TemplateStore(state_dir / "templates", cache_bytes, in_use=lambda: _recorded(records))
+
+
+def _recorded(path: Path) -> set[str]:
+    from moonlet.sandbox.records import Records
+
+    if not path.exists():
+        return set()
+    records = Records(path)
+    try:
+        return {row.template_id for row in [*records.sandboxes(), *records.snapshots()]}
+    finally:
+        records.close()
+
+
 class TemplateStore:
     """`in_use` names templates that must stay though nobody holds them now: those of sandboxes that are paused."""
 
