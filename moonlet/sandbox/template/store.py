@@ -1,47 +1,30 @@
-"""The templates of a state directory: built once, found by name or content, thrown away when room is needed.
-
-    names/NAME         the content that a name stands for
-    roots/HASH/        template.json and rootfs/; appears by one rename
-    layers/DIGEST/     unpacked layers of images
-    holds/HASH         locked (shared) by whoever uses the template
-    tmp/               builds under way; what a killed one left is removed by the next
-    build.lock         shared while building, exclusive while throwing away
-
-Locks are the kernel's, so a killed process holds none. Several processes may use one store at once.
-"""
+"""The templates of a state directory: built once, found by name or content. `shelf.py` is what it has on the disk."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import fcntl
 import json
-import logging
 import os
 import re
 import threading
 import time
-import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote, unquote
 
 from moonlet.errors import TemplateError, nearest_name
 from moonlet.sandbox.backend import Progress, Template
-from moonlet.sandbox.generations import flush_folder, remove_tree, storage_errors
-from moonlet.sandbox.template.layers import LayerCache
+from moonlet.sandbox.generations import storage_errors
 from moonlet.sandbox.template.rootfs import finish_rootfs, measure_rootfs
+from moonlet.sandbox.template.shelf import Shelf, read_facts
 from moonlet.sandbox.template.source import Made, Source, Workshop
 
 HOST = "host"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/+-]{0,127}")
-_ID = re.compile(r"[0-9a-f]{64}")
 _SHORT_ID = re.compile(r"[0-9a-f]{12,64}")
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -77,20 +60,20 @@ def _recorded(path: Path) -> set[str]:
 
 
 class TemplateStore:
-    """`in_use` names templates that must stay though nobody holds them now: those of sandboxes that are paused."""
+    """Beyond `cache_bytes` the longest unused go, but none that is held and none of `in_use`."""
 
     def __init__(
         self, folder: Path, cache_bytes: int = 20 << 30, *, in_use: Callable[[], Iterable[str]] = lambda: ()
     ) -> None:
-        self.folder = folder
-        self._cache_bytes = cache_bytes
-        self._in_use = in_use
-        self._held: dict[str, tuple[int, int]] = {}  # id -> how often, descriptor of the lock
-        self._guard = threading.Lock()
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        for name in ("names", "roots", "holds", "tmp"):
-            (folder / name).mkdir(mode=0o700, exist_ok=True)
-        self._layers = LayerCache(folder / "layers")
+        self._shelf = Shelf(folder, cache_bytes, in_use)
+
+    @property
+    def folder(self) -> Path:
+        return self._shelf.folder
+
+    def num_bytes(self) -> int:
+        """What all templates and layers take on the disk; blocking."""
+        return self._shelf.num_bytes()
 
     # -- finding ------------------------------------------------------------------------------------------------------
     async def resolve(self, name: str) -> Template:
@@ -100,61 +83,34 @@ class TemplateStore:
     def _resolve(self, name: str) -> Template:
         if name == HOST:
             return Template(HOST)
-        template_id = self._names().get(name) or self._complete(name)
-        root = self._root(template_id) if template_id else None
-        if root is None or not root.is_dir():
-            known = [HOST, *self._names()]
+        names = self._shelf.names()
+        template_id = names.get(name) or self._complete(name)
+        if template_id is None:
+            known = [HOST, *names]
             raise TemplateError(
                 f"there is no template '{name}'{nearest_name(name, known)}; there are: {', '.join(known)}. "
                 "Build one with: moonlet sandbox template build"
             )
+        root = self._shelf.root(template_id)
         os.utime(root)
         return _load(root)
 
     def _complete(self, name: str) -> str | None:
         if not _SHORT_ID.fullmatch(name):
             return None
-        found = [path.name for path in self._roots() if path.name.startswith(name)]
+        found = [path.name for path in self._shelf.roots() if path.name.startswith(name)]
         return found[0] if len(found) == 1 else None
 
-    def _names(self) -> dict[str, str]:
-        found = {}
-        for path in sorted((self.folder / "names").glob("[!.]*")):
-            with contextlib.suppress(OSError):
-                template_id = path.read_text().strip()
-                if _ID.fullmatch(template_id) and self._root(template_id).is_dir():
-                    found[unquote(path.name)] = template_id
-        return found
-
-    def _root(self, template_id: str) -> Path:
-        return self.folder / "roots" / template_id
-
-    def _roots(self) -> list[Path]:
-        return [path for path in sorted((self.folder / "roots").iterdir()) if _ID.fullmatch(path.name)]
-
-    async def list(self) -> list[TemplateInfo]:
+    async def list(self) -> Sequence[TemplateInfo]:
         """What was built, the last used first."""
         return await asyncio.to_thread(self._list)
 
-    def _list(self) -> list[TemplateInfo]:
-        names = self._names()
+    def _list(self) -> Sequence[TemplateInfo]:
+        names = self._shelf.names()
         found = []
-        for root in self._roots():
+        for root in self._shelf.roots():
             with contextlib.suppress(FileNotFoundError):  # thrown away just now
-                facts = _facts(root)
-                mine = tuple(name for name, template_id in names.items() if template_id == root.name)
-                found.append(
-                    TemplateInfo(
-                        id=root.name,
-                        names=mine,
-                        source=facts["source"],
-                        num_bytes=facts["own_bytes"] + facts["layer_bytes"],
-                        created_at=facts["created_at"],
-                        used_at=root.stat().st_mtime,
-                        env=facts["env"],
-                        workdir=facts["workdir"],
-                    )
-                )
+                found.append(_describe(root, tuple(name for name, its_id in names.items() if its_id == root.name)))
         return sorted(found, key=lambda info: -info.used_at)
 
     # -- using --------------------------------------------------------------------------------------------------------
@@ -164,30 +120,30 @@ class TemplateStore:
         if template_id == HOST:
             yield
             return
-        self._take(template_id)
+        self._shelf.take(template_id)
         try:
             yield
         finally:
-            self._release(template_id)
+            self._shelf.release(template_id)
 
-    def _take(self, template_id: str) -> None:
-        with self._guard:
-            count, descriptor = self._held.get(template_id, (0, -1))
-            if not count:
-                descriptor = _lock(self.folder / "holds" / _checked_id(template_id), fcntl.LOCK_SH)
-                if not self._root(template_id).is_dir():
-                    os.close(descriptor)
-                    raise TemplateError(f"the template {template_id[:12]} is not there any more: build it again")
-            self._held[template_id] = count + 1, descriptor
+    async def remove(self, name: str) -> None:
+        """Forget a name (by a hash: all its names). The files go if nothing else needs them, else once that is so.
 
-    def _release(self, template_id: str) -> None:
-        with self._guard:
-            count, descriptor = self._held[template_id]
-            if count > 1:
-                self._held[template_id] = count - 1, descriptor
-            else:
-                del self._held[template_id]
-                os.close(descriptor)
+        Raises TemplateError for an unknown name.
+        """
+        await asyncio.to_thread(self._remove, name)
+
+    def _remove(self, name: str) -> None:
+        template_id = self._resolve(name).id
+        if template_id == HOST:
+            raise TemplateError("the template 'host' is this machine: it cannot be removed")
+        names = self._shelf.names()
+        for other, its_id in names.items():
+            if other == name or (name not in names and its_id == template_id):
+                self._shelf.drop_name(other)
+        if template_id not in self._shelf.names().values():
+            with self._shelf.busy():
+                self._shelf.discard(template_id)
 
     # -- building -----------------------------------------------------------------------------------------------------
     async def build(self, name: str, source: Source, progress: Progress = lambda what, share: None) -> Template:
@@ -218,59 +174,32 @@ class TemplateStore:
             worker.shutdown(wait=False)
 
     def _build(self, name: str, source: Source, progress: Progress, stop: threading.Event) -> Template:
-        lock = self._begin_build()
         try:
-            scratch = self.folder / "tmp" / uuid.uuid4().hex
-            scratch.mkdir(mode=0o700)
-            try:
-                with storage_errors(f"the template '{name}' cannot be built"):
-                    root = self._fill(source, scratch, progress, stop)
-                    _write_name(self.folder / "names" / quote(name, safe=""), root.name)
-            except OSError as error:
-                raise TemplateError(f"the template '{name}' cannot be built: {error}") from error
-            finally:
-                remove_tree(scratch)
-        finally:
-            os.close(lock)
-        self._make_room(keep=root.name)
+            with storage_errors(f"the template '{name}' cannot be built"), self._shelf.workplace() as scratch:
+                root = self._fill(source, scratch, progress, stop)
+                self._shelf.put_name(name, root.name)
+        except OSError as error:
+            raise TemplateError(f"the template '{name}' cannot be built: {error}") from error
+        self._shelf.make_room(keep=root.name)
         return _load(root)
-
-    def _begin_build(self) -> int:
-        """The shared lock. Who is alone removes what killed builders left."""
-        with contextlib.suppress(BlockingIOError):
-            alone = _lock(self.folder / "build.lock", fcntl.LOCK_EX | fcntl.LOCK_NB)
-            try:
-                for path in (self.folder / "tmp").iterdir():
-                    remove_tree(path)
-            finally:
-                os.close(alone)
-        return _lock(self.folder / "build.lock", fcntl.LOCK_SH)
 
     def _fill(self, source: Source, scratch: Path, progress: Progress, stop: threading.Event) -> Path:
         made_root = scratch / "root"
         rootfs = made_root / "rootfs"
         rootfs.mkdir(parents=True)
-        workshop = Workshop(rootfs, scratch, self._layers, progress, stop)
+        workshop = Workshop(rootfs, scratch, self._shelf.layers, progress, stop)
         made = source.fill(workshop)
         workshop.tell("looking it through", None)
         finish_rootfs(rootfs)
         measured = measure_rootfs(rootfs, made.env, workshop.tick)
-        facts = self._describe(source, made, measured.own_bytes)
+        facts = self._facts(source, made, measured.own_bytes)
         (made_root / "template.json").write_text(json.dumps(facts))
-        _sync_file_system(made_root)
+        root = self._shelf.put(made_root, measured.digest)
         workshop.tell(f"{measured.num_files} files, {(facts['own_bytes'] + facts['layer_bytes']) >> 20} MiB", 1.0)
-        target = self._root(measured.digest)
-        try:
-            made_root.rename(target)
-        except OSError:
-            if not target.is_dir():
-                raise
-            os.utime(target)  # the same was built before
-        flush_folder(target.parent)
-        return target
+        return root
 
-    def _describe(self, source: Source, made: Made, own_bytes: int) -> dict[str, Any]:
-        layers = [layer for layer in map(self._layers.find, made.layers) if layer]
+    def _facts(self, source: Source, made: Made, own_bytes: int) -> dict[str, Any]:
+        layers = [layer for layer in map(self._shelf.layers.find, made.layers) if layer]
         return {
             "source": str(source),
             "env": dict(made.env),
@@ -281,120 +210,20 @@ class TemplateStore:
             "created_at": time.time(),
         }
 
-    # -- throwing away ------------------------------------------------------------------------------------------------
-    async def remove(self, name: str) -> None:
-        """Forget a name; its files go if no other name stands for them and no sandbox uses them, else when that is so.
-
-        Raises TemplateError for an unknown name.
-        """
-        await asyncio.to_thread(self._remove, name)
-
-    def _remove(self, name: str) -> None:
-        template_id = self._resolve(name).id
-        if template_id == HOST:
-            raise TemplateError("the template 'host' is this machine: it cannot be removed")
-        names = self._names()
-        for other, its_id in names.items():
-            if other == name or (name not in names and its_id == template_id):  # by its hash: all names
-                (self.folder / "names" / quote(other, safe="")).unlink(missing_ok=True)
-        if template_id not in self._names().values():
-            self._discard(template_id)
-
-    def _discard(self, template_id: str) -> bool:
-        """Remove a root that nobody uses; False if somebody does."""
-        if template_id in set(self._in_use()):
-            return False
-        try:
-            lock = _lock(self.folder / "holds" / template_id, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return False
-        try:
-            doomed = self.folder / "tmp" / uuid.uuid4().hex
-            self._root(template_id).rename(doomed)
-            remove_tree(doomed)
-        except FileNotFoundError:
-            return True  # another process was faster
-        finally:
-            os.close(lock)
-        return True
-
-    def _make_room(self, keep: str) -> None:
-        """Within the limit again: first layers that no template shares, then templates, the longest unused first.
-
-        Nothing happens while somebody else builds: he will do it at his end.
-        """
-        try:
-            lock = _lock(self.folder / "build.lock", fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return
-        try:
-            candidates = sorted(
-                (root for root in self._roots() if root.name != keep), key=lambda root: root.stat().st_mtime
-            )
-            self._drop_layers()
-            while self.num_bytes() > self._cache_bytes and candidates:
-                oldest = candidates.pop(0)
-                if self._discard(oldest.name):
-                    log.info("template %s was thrown away to make room", oldest.name[:12])
-                    self._drop_layers()
-            if self.num_bytes() > self._cache_bytes:
-                log.warning("templates need more than their %d MiB: all are in use", self._cache_bytes >> 20)
-        finally:
-            os.close(lock)
-
-    def num_bytes(self) -> int:
-        """What all templates and layers take on the disk."""
-        return sum(_facts(root)["own_bytes"] for root in self._roots()) + sum(layer.num_bytes for layer in self._layers)
-
-    def _drop_layers(self) -> None:
-        """Remove unshared layers, oldest first, as long as there is too much."""
-        shared = {digest for root in self._roots() for digest in _facts(root)["layers"]}
-        unshared = [layer for layer in self._layers if layer.digest not in shared]
-        for layer in sorted(unshared, key=lambda layer: layer.folder.stat().st_mtime):
-            if self.num_bytes() <= self._cache_bytes:
-                return
-            remove_tree(layer.folder)
-
 
 def _load(root: Path) -> Template:
-    return Template(root.name, root / "rootfs", _facts(root)["env"])
+    return Template(root.name, root / "rootfs", read_facts(root)["env"])
 
 
-def _facts(root: Path) -> dict[str, Any]:
-    return json.loads((root / "template.json").read_text())
-
-
-def _checked_id(template_id: str) -> str:
-    if not _ID.fullmatch(template_id):
-        raise TemplateError(f"{template_id!r} is no content hash of a template")
-    return template_id
-
-
-def _write_name(path: Path, template_id: str) -> None:
-    unfinished = path.with_name(f".{uuid.uuid4().hex}")
-    unfinished.write_text(template_id)
-    unfinished.rename(path)
-    flush_folder(path.parent)
-
-
-def _lock(path: Path, how: int) -> int:
-    """A descriptor that holds the lock. Raises BlockingIOError where another one has it and `how` does not wait."""
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        fcntl.flock(descriptor, how)
-    except BaseException:
-        os.close(descriptor)
-        raise
-    return descriptor
-
-
-def _sync_file_system(folder: Path) -> None:
-    """A tree has too many files to flush each."""
-    import ctypes
-
-    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        if ctypes.CDLL(None, use_errno=True).syncfs(handle):
-            raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
-    finally:
-        os.close(handle)
+def _describe(root: Path, names: tuple[str, ...]) -> TemplateInfo:
+    facts = read_facts(root)
+    return TemplateInfo(
+        id=root.name,
+        names=names,
+        source=facts["source"],
+        num_bytes=facts["own_bytes"] + facts["layer_bytes"],
+        created_at=facts["created_at"],
+        used_at=root.stat().st_mtime,
+        env=facts["env"],
+        workdir=facts["workdir"],
+    )
