@@ -158,6 +158,7 @@ static void prepare_process(void) {
     signal(SIGTERM, on_signal);
     signal(SIGPIPE, SIG_IGN);
     signal(SIGHUP, SIG_IGN);
+    signal(SIGXFSZ, SIG_IGN); /* a write beyond the limit on files is an error of its request */
     umask(022);
     srandom((unsigned)clock_ms() ^ (unsigned)getpid() << 16);
     prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0);
