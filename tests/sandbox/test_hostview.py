@@ -1,3 +1,5 @@
+"""The host as a guest sees it: its programs, and an `/etc` without its secrets."""
+
 from __future__ import annotations
 
 import os
