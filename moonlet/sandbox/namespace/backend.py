@@ -17,7 +17,7 @@ from moonlet.sandbox.guest.build import guest_binary
 from moonlet.sandbox.namespace import files, host_etc
 from moonlet.sandbox.namespace.bwrap import Bubblewrap, find_bubblewrap
 from moonlet.sandbox.namespace.cgroup import Cgroup, hierarchies
-from moonlet.sandbox.namespace.image import IMAGE_FORMAT, check_image, describe_image
+from moonlet.sandbox.namespace.image import IMAGE_FORMAT, check_image
 from moonlet.sandbox.namespace.launch import Identity, Plan, Started, in_own_thread, start
 from moonlet.sandbox.namespace.machine import NamespaceMachine
 from moonlet.sandbox.namespace.stage import can_be_another_user, machine_user
@@ -144,16 +144,16 @@ class NamespaceBackend(Backend):
         owner = machine_user(spec.label, spec.id) if self._is_privileged else os.geteuid()
         if image is not None:
             await files.copy_tree(image / "upper", upper, link=False)
-            files.pin_mount_points(upper, rootfs)
+            if rootfs is not None:
+                files.pin_mount_points(upper, rootfs)
             if self._is_privileged:
                 await files.give_to(owner, upper)
         elif rootfs is None:
-            files.make_bare_root(upper, owner)
+            files.make_writable_dirs(upper, owner)
         else:
             files.make_overlay_root(upper, rootfs, owner)
         if rootfs is not None:
             (folder / "work").mkdir()
-        describe_image(folder, spec)  # after the machine's end its folder can be restored as an image can
 
     def _plan(self, spec: MachineSpec, folder: Path, program: Bubblewrap) -> Plan:
         return Plan(spec, folder, program, host_etc.shared_etc(), bool(self._is_privileged), agent_flags(spec))

@@ -1,6 +1,6 @@
 """Finding bubblewrap, and the command line that makes a machine with it.
 
-The guest's root is a folder of the machine (template `host`: bare but for links and `/usr`, read-only, from the host) or
+The guest's root is in memory (template `host`: `/usr` and such from the host, read-only, and the machine's own folders) or
 an overlay over the template's files. `/proc`, `/dev` and `/dev/shm` are new; the agent lies below `/dev`, out of the way
 of whatever a template holds. Its path there names the machine, so that its processes can be found after a crash.
 """
@@ -13,7 +13,7 @@ import re
 import shutil
 import subprocess
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 
@@ -21,13 +21,14 @@ from moonlet.sandbox.api import GUEST_HOME, Limits
 
 MARK_FOLDER = "/dev/moonlet"
 _NAMESPACES = ("user", "pid", "net", "ipc", "uts", "cgroup")
-_MAX_SHM_BYTES = 64 << 20
+_MAX_SHM_BYTES, _RUN_BYTES = 64 << 20, 16 << 20
+_EMPTY_DIRS = ("/home", "/mnt", "/opt", "/root", "/srv", "/var/lib", "/var/log")
 _VERSION_TIMEOUT_S = 10
 
 
 @dataclass(frozen=True)
 class Bubblewrap:
-    """A bubblewrap program. Only one that was built with `--overlay` makes overlays by itself (>= 0.11)."""
+    """A bubblewrap program. From 0.11 on it makes overlays by itself."""
 
     path: Path
     version: str
@@ -83,16 +84,19 @@ class Overlay:
 
 @dataclass(frozen=True)
 class View:
-    """What the guest sees. `root` is a folder to bind, or an overlay; `host_binds` are (host, guest), read-only.
+    """What the guest sees. `root` is a folder to bind, an overlay, or None for a root in memory, read-only.
 
-    `descriptors` hold the texts of small files in `MARK_FOLDER`, by name.
+    `writable` and `read_only` are binds, guest's path to what is on the host; `links` are guest's path to target. `texts`
+    are descriptors of the content of small files in `MARK_FOLDER`, by name.
     """
 
-    root: Path | Overlay
-    host_binds: tuple[tuple[Path, str], ...]
+    root: Path | Overlay | None
     agent: Path
     mark: str
-    descriptors: Mapping[str, int]
+    writable: Mapping[str, Path] = field(default_factory=dict)
+    read_only: Mapping[str, Path] = field(default_factory=dict)
+    links: Mapping[str, str] = field(default_factory=dict)
+    texts: Mapping[str, int] = field(default_factory=dict)
 
 
 def command_line(
@@ -110,21 +114,43 @@ def command_line(
     words += ["--clearenv"]
     for name, value in environment.items():
         words += ["--setenv", name, value]
-    words += _root(view.root)
-    for source, target in view.host_binds:
-        words += ["--ro-bind", str(source), target]
-    shm_bytes = min(_MAX_SHM_BYTES, limits.memory_bytes // 4)
-    words += ["--proc", "/proc", "--dev", "/dev", "--perms", "1777", "--size", str(shm_bytes), "--tmpfs", "/dev/shm"]
-    for name, descriptor in view.descriptors.items():
+    words += _files(view)
+    words += [
+        "--proc",
+        "/proc",
+        "--dev",
+        "/dev",
+        *_tmpfs("/dev/shm", "1777", min(_MAX_SHM_BYTES, limits.memory_bytes // 4)),
+    ]
+    for name, descriptor in view.texts.items():
         words += ["--perms", "0644", "--file", str(descriptor), f"{MARK_FOLDER}/{name}"]
-    words += ["--ro-bind", str(view.agent), view.mark, "--remount-ro", "/dev", "--chdir", GUEST_HOME]
-    return [*words, "--seccomp", str(seccomp), "--info-fd", str(info), "--", view.mark]
+    words += ["--ro-bind", str(view.agent), view.mark, "--remount-ro", "/dev"]
+    if view.root is None:
+        words += ["--remount-ro", "/"]
+    return [*words, "--chdir", GUEST_HOME, "--seccomp", str(seccomp), "--info-fd", str(info), "--", view.mark]
 
 
-def _root(root: Path | Overlay) -> list[str]:
-    if isinstance(root, Path):
-        return ["--bind", str(root), "/"]
-    return ["--overlay-src", str(root.lower), "--overlay", str(root.upper), str(root.work), "/"]
+def _files(view: View) -> list[str]:
+    """The guest's root and what lies in it."""
+    words: list[str] = []
+    if isinstance(view.root, Overlay):
+        words += ["--overlay-src", str(view.root.lower), "--overlay", str(view.root.upper), str(view.root.work), "/"]
+    elif view.root is not None:
+        words += ["--bind", str(view.root), "/"]
+    else:
+        words += [word for name in _EMPTY_DIRS for word in ("--dir", name)]
+        words += _tmpfs("/run", "1777", _RUN_BYTES)
+    for target, source in view.read_only.items():
+        words += ["--ro-bind", str(source), target]
+    for target, source in view.writable.items():
+        words += ["--bind", str(source), target]
+    for path, target in view.links.items():
+        words += ["--symlink", target, path]
+    return words
+
+
+def _tmpfs(path: str, mode: str, size: int) -> list[str]:
+    return ["--perms", mode, "--size", str(size), "--tmpfs", path]
 
 
 def in_memory(content: bytes) -> int:

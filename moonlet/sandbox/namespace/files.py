@@ -1,6 +1,6 @@
-"""The files of a machine on the host: the bare root of the template `host`, copies, sizes.
+"""The files of a machine on the host: what it may write, copies, sizes.
 
-    live/upper   the guest's root, or what the overlay holds of it        live/work   the overlay's own
+    live/upper   what the guest has written: its folders, or its overlay       live/work   the overlay's own
 
 A guest decides what lies in `upper`. Programs that never follow links do the copying; as an ordinary user they run in a
 user namespace of their own, where what a guest has locked away (mode 000) can still be read.
@@ -16,26 +16,22 @@ from pathlib import Path
 
 from moonlet.errors import SandboxError, StorageError
 from moonlet.sandbox.api import GUEST_HOME
-from moonlet.sandbox.hostview import host_dirs
 
-_BARE_DIRS = ("etc", "proc", "dev", "root", "home", "opt", "mnt", "srv", "var/log", "var/cache", "var/lib")
+# Template `host`: what a guest may write, by its name in `upper`. All else of its root is in memory and read-only.
+WRITABLE = {"workspace": GUEST_HOME, "tmp": "/tmp", "var_tmp": "/var/tmp"}
 _SHARED_DIRS = ("tmp", "var/tmp", "run")
 _MOUNT_POINTS = ("proc", "dev", GUEST_HOME[1:])
 _DISK_ERRORS = ("No space left on device", "Disk quota exceeded", "Input/output error", "Read-only file system")
 
 
-def make_bare_root(upper: Path, owner: int) -> None:
-    """The guest's root for the template `host`, all of it `owner`'s."""
-    for name in (*_BARE_DIRS, *_SHARED_DIRS, GUEST_HOME[1:]):
-        (upper / name).mkdir(parents=True)
-    for name in _SHARED_DIRS:
-        (upper / name).chmod(0o1777)
-    for top in host_dirs():
-        if top.link_target:
-            (upper / top.path[1:]).symlink_to(top.link_target)
-        else:
-            (upper / top.path[1:]).mkdir()
-    _own(upper, owner)
+def make_writable_dirs(upper: Path, owner: int) -> None:
+    """What a guest of the template `host` may write, `owner`'s. So few, because a new folder costs a disk milliseconds."""
+    for name, target in WRITABLE.items():
+        path = f"{upper}/{name}"
+        os.mkdir(path)
+        os.chmod(path, 0o755 if target == GUEST_HOME else 0o1777)
+        if owner != os.geteuid():
+            os.chown(path, owner, owner)
 
 
 def make_overlay_root(upper: Path, lower: Path, owner: int) -> None:
@@ -47,32 +43,23 @@ def make_overlay_root(upper: Path, lower: Path, owner: int) -> None:
             (upper / name).mkdir(parents=True)
             (upper / name).chmod(0o1777)
     pin_mount_points(upper, lower)
-    _own(upper, owner)
-
-
-def _own(folder: Path, owner: int) -> None:
     if owner != os.geteuid():
-        for at, names, others in os.walk(folder):
+        for at, _, _ in os.walk(upper):
             os.chown(at, owner, owner)
-            for name in (*others, *(name for name in names if os.path.islink(os.path.join(at, name)))):
-                os.lchown(os.path.join(at, name), owner, owner)
 
 
-def pin_mount_points(upper: Path, lower: Path | None) -> None:
+def pin_mount_points(upper: Path, lower: Path) -> None:
     """Make sure that what is mounted over is a folder, not a link that a guest or a template laid there.
 
     Only for a machine that does not run: nothing else changes `upper` meanwhile. `lower` is the template's root.
     """
-    names = [*_MOUNT_POINTS]
-    if lower is None:
-        names += ["etc", *(top.path[1:] for top in host_dirs() if not top.link_target)]
-    for name in names:
+    for name in _MOUNT_POINTS:
         path = upper / name
         if _is_folder(path):
             continue
         if os.path.lexists(path):
             path.unlink()
-        elif lower is not None and _is_folder(lower / name):
+        elif _is_folder(lower / name):
             continue
         path.mkdir()
         path.chmod(0o755)

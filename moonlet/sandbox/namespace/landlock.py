@@ -26,7 +26,7 @@ from moonlet.sandbox.guest.build import guest_binary
 from moonlet.sandbox.hostview import HOST_DIRS
 from moonlet.sandbox.namespace import files, freeze, linux, seccomp
 from moonlet.sandbox.namespace.cgroup import hierarchies
-from moonlet.sandbox.namespace.image import IMAGE_FORMAT, check_image, describe_image
+from moonlet.sandbox.namespace.image import IMAGE_FORMAT, check_image
 from moonlet.sandbox.namespace.landlock_rules import READ, WRITE, Rule, landlock_version, restrict_thread
 from moonlet.sandbox.namespace.launch import LOG, SYSTEM_PATH, Identity, boot_id, fifos, in_own_thread
 from moonlet.sandbox.namespace.machine import NamespaceMachine
@@ -129,7 +129,7 @@ class LandlockBackend(Backend):
             if started:
                 agent = ProcessId.of(started[0].pid) or ProcessId(started[0].pid, 0)
                 identity = Identity(agent, agent, boot_id())
-                identity.save(folder)
+                identity.save(folder, spec)
         machine = LandlockMachine(spec, folder, identity, started[0])
         machine.start_joining()
         return machine
@@ -149,7 +149,6 @@ class LandlockBackend(Backend):
             (home / name).mkdir(exist_ok=True)
         if user is not None:
             await files.give_to(user, home)
-        describe_image(folder, spec)
         return home
 
 

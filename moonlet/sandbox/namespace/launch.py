@@ -25,8 +25,9 @@ from moonlet.sandbox.backend import MachineSpec
 from moonlet.sandbox.guest.build import guest_binary
 from moonlet.sandbox.guest.stream import FifoPair
 from moonlet.sandbox.hostview import host_dirs
-from moonlet.sandbox.namespace import bwrap, host_etc, linux, seccomp
+from moonlet.sandbox.namespace import bwrap, files, host_etc, linux, seccomp
 from moonlet.sandbox.namespace.bwrap import Bubblewrap, Overlay, View
+from moonlet.sandbox.namespace.image import LIVE_NOTE, describe
 from moonlet.sandbox.namespace.processes import ProcessId, command_line, wait_ended
 from moonlet.sandbox.namespace.stage import Stage, machine_user
 from moonlet.sandbox.namespace.syscalls import this_architecture
@@ -46,17 +47,16 @@ class Identity:
     monitor: ProcessId
     boot: str
 
-    def save(self, folder: Path) -> None:
-        text = json.dumps(asdict(self))
-        unfinished = folder / "machine.json.tmp"
-        unfinished.write_text(text)
-        os.rename(unfinished, folder / "machine.json")
+    def save(self, folder: Path, spec: MachineSpec) -> None:
+        """With what makes the folder an image: files of a machine that has ended can be taken up from it."""
+        with open(f"{folder}/{LIVE_NOTE}", "w") as file:
+            json.dump({**describe(spec), **asdict(self)}, file)
 
     @staticmethod
     def load(folder: Path) -> Identity:
         """Raises SandboxDiedError if there is none, or one of an earlier boot."""
         try:
-            record = json.loads((folder / "machine.json").read_text())
+            record = json.loads((folder / LIVE_NOTE).read_text())
         except (FileNotFoundError, ValueError) as error:
             raise SandboxDiedError(f"no machine was started in {folder}", FailReason.LOST) from error
         if record["boot"] != boot_id():
@@ -83,11 +83,6 @@ class Plan:
     etc: Path
     is_privileged: bool
     flags: tuple[str, ...]
-
-    @property
-    def mounts_itself(self) -> bool:
-        """Whether bubblewrap makes the overlay of a template; otherwise it is made for it."""
-        return self.program.has_overlay and not self.is_privileged
 
     @property
     def merged(self) -> Path:
@@ -135,7 +130,7 @@ def start(plan: Plan) -> Started:
         write_end = -1
         init = _reported_child(read_end, child, plan.folder)
         identity = Identity(init, ProcessId.of(child.pid) or ProcessId(child.pid, 0), boot_id())
-        identity.save(plan.folder)
+        identity.save(plan.folder, plan.spec)
         _await_agent(init, child, plan)
         return Started(identity, child)
     except BaseException:
@@ -152,37 +147,29 @@ def _spawn(plan: Plan, pair: FifoPair, info: int) -> subprocess.Popen[bytes]:
     architecture = this_architecture()
     if architecture is None:
         raise BackendUnavailableError("there is no table of system calls for this processor: use the backend gvisor")
-    handles: list[int] = []
-
-    def opened(handle: int) -> int:
-        handles.append(handle)
-        return handle
-
+    handed, kept = [], []
     try:
-        program_filter = opened(bwrap.in_memory(seccomp.build_filter(architecture)))
-        own = host_etc.own_files(plan.spec.hostname) if plan.spec.template.rootfs is None else {}
-        texts = {name: opened(bwrap.in_memory(text.encode())) for name, text in own.items()}
-        stdin, stdout = (opened(os.open(path, os.O_RDWR | os.O_CLOEXEC)) for path in (pair.to_guest, pair.from_guest))
-        log = opened(os.open(plan.folder / LOG, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600))
-        program, view = _build_view(plan, texts)
+        handed.append(bwrap.in_memory(seccomp.build_filter(architecture)))
+        for path in (pair.to_guest, pair.from_guest):
+            kept.append(os.open(path, os.O_RDWR | os.O_CLOEXEC))
+        kept.append(os.open(plan.folder / LOG, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600))
+        program, view = _build_view(plan, lambda handle: (handed.append(handle), handle)[1])
         spec = plan.spec
-        words = bwrap.command_line(
-            program, view, spec.hostname, _environment(spec), spec.limits, (program_filter, info)
-        )
+        words = bwrap.command_line(program, view, spec.hostname, _environment(spec), spec.limits, (handed[0], info))
         if plan.is_privileged:
             linux.become(machine_user(spec.label, spec.id))
         return subprocess.Popen(
             [*_overlay_first(plan), *words, *plan.flags],
-            stdin=stdin,
-            stdout=stdout,
-            stderr=log,
-            pass_fds=(program_filter, info, *texts.values()),
+            stdin=kept[0],
+            stdout=kept[1],
+            stderr=kept[2],
+            pass_fds=(info, *handed),
             start_new_session=True,
             cwd="/",
             env={"PATH": SYSTEM_PATH},
         )
     finally:
-        for handle in handles:
+        for handle in (*handed, *kept):
             os.close(handle)
 
 
@@ -208,26 +195,42 @@ def _environment(spec: MachineSpec) -> dict[str, str]:
     return {**own, **spec.template.env}
 
 
-def _build_view(plan: Plan, texts: dict[str, int]) -> tuple[Path, View]:
-    """The program to start and what the guest will see; as root after a private mount namespace was made for it."""
-    spec, upper, agent = plan.spec, plan.folder / "upper", guest_binary()
-    program, rootfs = plan.program.path, spec.template.rootfs
-    etc, root = plan.etc, upper if rootfs is None else Overlay(rootfs, upper, plan.folder / "work")
-    if isinstance(root, Overlay) and not plan.mounts_itself:
-        root = plan.merged
+def _build_view(plan: Plan, opened: Callable[[int], int]) -> tuple[Path, View]:
+    """The program to start and what the guest will see. `opened` notes a descriptor that is for bubblewrap.
+
+    Root's files lie where the machine's user cannot go: then this thread gets a mount namespace in which it can.
+    """
+    spec, program, rootfs = plan.spec, plan.program, plan.spec.template.rootfs
+    mark = bwrap.mark(spec.label, spec.id)
+    if rootfs is not None:
+        return _template_view(plan, rootfs, mark)
+    agent, upper, etc, at = guest_binary(), plan.folder / "upper", plan.etc, program.path
     if plan.is_privileged:
         stage = Stage()
-        program, agent = stage.program(program), stage.file(agent, "agent")
-        if rootfs is None:
-            root, etc = stage.folder(upper, "root"), stage.folder(etc, "etc")
-        else:
-            root = stage.overlay(rootfs, plan.folder, machine_user(spec.label, spec.id))
-    binds = _host_binds(etc) if rootfs is None else ()
-    return program, View(root, binds, agent, bwrap.mark(spec.label, spec.id), texts)
+        agent, upper, etc, at = stage.bind(agent), stage.bind(upper), stage.bind(etc), stage.program(at)
+    tops = host_dirs()
+    return at, View(
+        root=None,
+        agent=agent,
+        mark=mark,
+        writable={target: upper / name for name, target in files.WRITABLE.items()},
+        read_only={**{top.path: Path(top.path) for top in tops if not top.link_target}, "/etc": etc},
+        links={top.path: top.link_target for top in tops if top.link_target},
+        texts={
+            name: opened(bwrap.in_memory(text.encode())) for name, text in host_etc.own_files(spec.hostname).items()
+        },
+    )
 
 
-def _host_binds(etc: Path) -> tuple[tuple[Path, str], ...]:
-    return (*((Path(top.path), top.path) for top in host_dirs() if not top.link_target), (etc, "/etc"))
+def _template_view(plan: Plan, rootfs: Path, mark: str) -> tuple[Path, View]:
+    if plan.is_privileged:
+        stage = Stage()
+        program, agent = stage.program(plan.program.path), stage.bind(guest_binary())
+        return program, View(
+            stage.overlay(rootfs, plan.folder, machine_user(plan.spec.label, plan.spec.id)), agent, mark
+        )
+    overlay = Overlay(rootfs, plan.folder / "upper", plan.folder / "work")
+    return plan.program.path, View(overlay if plan.program.has_overlay else plan.merged, guest_binary(), mark)
 
 
 def _reported_child(read_end: int, child: subprocess.Popen[bytes], folder: Path) -> ProcessId:

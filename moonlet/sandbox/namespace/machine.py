@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import subprocess
 import threading
 import time
@@ -15,7 +16,7 @@ from moonlet.sandbox.backend import Machine, MachineSpec, Usage
 from moonlet.sandbox.guest.stream import FifoPair
 from moonlet.sandbox.namespace import files, freeze
 from moonlet.sandbox.namespace.cgroup import Cgroup
-from moonlet.sandbox.namespace.image import describe_image
+from moonlet.sandbox.namespace.image import IMAGE_NOTE, describe
 from moonlet.sandbox.namespace.launch import Identity, fifos
 from moonlet.sandbox.namespace.processes import ProcessId, has_children, proportional_bytes, tree, wait_ended
 
@@ -88,7 +89,7 @@ class NamespaceMachine(Machine):
             target = image / "upper"
             target.mkdir()
             await files.copy_tree(self._folder / "upper", target, link=is_final)
-            describe_image(image, self._spec)
+            (image / IMAGE_NOTE).write_text(json.dumps(describe(self._spec)))
         except BaseException:
             await self.thaw()
             raise

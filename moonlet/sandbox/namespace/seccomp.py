@@ -10,6 +10,7 @@ from __future__ import annotations
 import errno
 import struct
 from collections.abc import Sequence
+from functools import cache
 
 from moonlet.sandbox.namespace.syscalls import Architecture
 
@@ -39,8 +40,9 @@ sethostname setdomainname settimeofday clock_settime adjtimex clock_adjtime
 """  # the view of the file system; other processes and namespaces; the kernel itself; what all machines share
 
 
+@cache
 def build_filter(
-    architecture: Architecture, families: Sequence[int] = NAMESPACED_FAMILIES, also: Sequence[str] = ()
+    architecture: Architecture, families: tuple[int, ...] = NAMESPACED_FAMILIES, also: tuple[str, ...] = ()
 ) -> bytes:
     """The program, an array of `struct sock_filter`. Refused are sockets of other address families, and the calls `also`."""
     program = [

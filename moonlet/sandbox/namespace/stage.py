@@ -50,20 +50,19 @@ class Stage:
 
     def __init__(self) -> None:
         linux.private_mounts()
+        self._count = 0
         self._at = next(Path(place) for place in _PLACES if os.path.isdir(place))
         linux.mount("moonlet", self._at, "tmpfs", linux.MS_NOSUID | linux.MS_NODEV, "mode=755,size=1m")
 
-    def folder(self, source: Path, name: str) -> Path:
-        """`source`, bound where everyone can go."""
-        target = self._at / name
-        target.mkdir()
+    def bind(self, source: Path) -> Path:
+        """`source`, a file or a folder, bound where everyone can go."""
+        self._count += 1
+        target = self._at / str(self._count)
+        if source.is_dir():
+            target.mkdir()
+        else:
+            target.touch()
         linux.mount(str(source), target, None, linux.MS_BIND | linux.MS_REC)
-        return target
-
-    def file(self, source: Path, name: str) -> Path:
-        target = self._at / name
-        target.touch()
-        linux.mount(str(source), target, None, linux.MS_BIND)
         return target
 
     def program(self, path: Path) -> Path:
@@ -71,11 +70,11 @@ class Stage:
         if can_be_reached_by_all(path):
             return path
         package = path.resolve().parents[2] if path.parent.name == "_bin" else path.resolve().parent
-        return self.folder(package, "program") / path.resolve().relative_to(package)
+        return self.bind(package) / path.resolve().relative_to(package)
 
     def overlay(self, lower: Path, live: Path, user: int) -> Path:
         """An overlay of `live`/upper on `lower`, whose files belong to `user` where they belong to root."""
-        below, folders, merged = self._at / "lower", self.folder(live, "live"), self._at / "root"
+        below, folders, merged = self._at / "lower", self.bind(live), self._at / "root"
         below.mkdir()
         merged.mkdir()
         namespace = _user_namespace(user)
