@@ -338,6 +338,24 @@ def test_many_layers_become_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert {path.name for path in at.iterdir()} == {f"disk-{number}" for number in range(layer + 1)}
 
 
+@needs_qemu_img
+def test_a_disk_written_over_and_over_stays_within_twice_its_size(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(image, "COPY_LIMIT_BYTES", MIB)
+    at, layer = layers(tmp_path / "0", 16 * MIB), 1
+    make_layer(at, 1)
+    for number in range(1, 7):
+        qemu_io(at, layer, f"write -P {number} 0 8M")
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        layer = add_top_layer(folder, at, layer, 1)
+        shutil.rmtree(at)
+        at = folder
+        qemu_io(at, layer, f"read -P {number} 0 8M")
+        assert sum(image.used_bytes(path) for path in at.iterdir()) <= 40 * MIB
+
+
 @needs_mke2fs
 def test_a_disk_holds_the_files_and_room(tmp_path: Path) -> None:
     root = tmp_path / "root"

@@ -28,7 +28,7 @@ from moonlet.sandbox.microvm.firecracker_api import (
     save_request,
     state_request,
 )
-from moonlet.sandbox.microvm.image import copy_file, share
+from moonlet.sandbox.microvm.image import copy_file, share, used_bytes
 from moonlet.sandbox.microvm.initramfs import write_initramfs
 from moonlet.sandbox.microvm.kernel import FIRECRACKER_MODULES, find_kernel, load_order
 from moonlet.sandbox.microvm.marks import boot_spec, mark
@@ -154,8 +154,7 @@ class FirecrackerMachine(Machine):
     def usage(self) -> Usage:
         if not self.process.is_alive():
             return Usage()
-        blocks = (self.folder / DISK).stat().st_blocks
-        return Usage(memory_bytes=self._monitor.memory_bytes(), disk_bytes=blocks * 512)
+        return Usage(memory_bytes=self._monitor.memory_bytes(), disk_bytes=used_bytes(self.folder / DISK))
 
 
 def _spawn(program: str, spec: MachineSpec, folder: Path) -> subprocess.Popen[bytes]:

@@ -17,7 +17,7 @@ from pathlib import Path
 from moonlet.errors import BackendUnavailableError, StorageError, TemplateError
 
 COPY_LIMIT_BYTES = 64 << 20  # a smaller top layer is copied where it must not change, a larger one gets a layer upon it
-MAX_LAYERS = 16  # then those above the template's are made into one
+MAX_LAYERS = 12  # then those above the template's are made into one
 TOOL_TIMEOUT_S = 600
 _FICLONE = 0x40049409
 _CANNOT_SHARE = {errno.EXDEV, errno.EPERM, errno.EMLINK, errno.ENOTSUP}
@@ -57,11 +57,12 @@ def add_top_layer(folder: Path, source: Path, number: int, num_kept: int) -> int
     top = source / f"disk-{number}"
     for below in range(number):
         share(source / f"disk-{below}", folder / f"disk-{below}")
-    if number >= MAX_LAYERS or top.stat().st_size <= COPY_LIMIT_BYTES:
+    private = sum(used_bytes(source / f"disk-{above}") for above in range(num_kept, number + 1))
+    # A guest that writes its disk anew between pauses would otherwise take many times what it may.
+    must_merge = number > num_kept and (number >= MAX_LAYERS or private > (source / "disk-0").stat().st_size)
+    if must_merge or used_bytes(top) <= COPY_LIMIT_BYTES:
         copy_file(top, folder / top.name)
-        if number >= MAX_LAYERS:
-            return _merged(folder, number, num_kept)
-        return number
+        return _merged(folder, number, num_kept) if must_merge else number
     share(top, folder / top.name)
     make_layer(folder, number + 1)
     return number + 1
@@ -76,6 +77,11 @@ def _merged(folder: Path, number: int, num_kept: int) -> int:
         (folder / f"disk-{between}").unlink()
     os.replace(folder / f"disk-{number}", folder / f"disk-{num_kept}")
     return num_kept
+
+
+def used_bytes(path: Path) -> int:
+    """On the disk, without holes."""
+    return path.stat().st_blocks * 512
 
 
 def layer_format(number: int) -> str:

@@ -13,7 +13,7 @@ from moonlet.sandbox.backend import Machine, MachineSpec, Usage
 from moonlet.sandbox.generations import in_thread, storage_errors
 from moonlet.sandbox.guest.stream import UnixSocket
 from moonlet.sandbox.microvm.console import Console
-from moonlet.sandbox.microvm.image import COPY_LIMIT_BYTES, copy_file, make_layer, share
+from moonlet.sandbox.microvm.image import COPY_LIMIT_BYTES, MAX_LAYERS, copy_file, make_layer, share, used_bytes
 from moonlet.sandbox.microvm.memory import RAM_FILE, load_changed, save_changed
 from moonlet.sandbox.microvm.monitor import Monitor
 from moonlet.sandbox.microvm.qemu import DISK, Qemu, Start
@@ -119,7 +119,8 @@ class QemuMachine(Machine):
         """RAM file and lower layers are links; what is written are the changed pages, the devices and the top layer."""
         async with self._lock:
             was_frozen = self._is_frozen
-            grown = not is_final and self._top_bytes() > COPY_LIMIT_BYTES
+            top = self.folder / f"disk-{self.saved.layer}"
+            grown = not is_final and self.saved.layer < MAX_LAYERS and used_bytes(top) > COPY_LIMIT_BYTES
             try:
                 await self._freeze()
                 if grown:
@@ -176,9 +177,6 @@ class QemuMachine(Machine):
                 name = Path(block["inserted"]["file"]).name
                 self._life = self._life.with_layer(int(name.removeprefix("disk-")))
 
-    def _top_bytes(self) -> int:
-        return (self.folder / f"disk-{self.saved.layer}").stat().st_size
-
     # -- its end ------------------------------------------------------------------------------------------------------
     async def destroy(self) -> None:
         self._is_destroyed = True
@@ -200,5 +198,5 @@ class QemuMachine(Machine):
         if not self.process.is_alive():
             return Usage()
         own = range(self.saved.template_layers, self.saved.layer + 1)
-        blocks = sum((self.folder / f"disk-{number}").stat().st_blocks for number in own)
-        return Usage(memory_bytes=self._monitor.memory_bytes(), disk_bytes=blocks * 512)
+        disk = sum(used_bytes(self.folder / f"disk-{number}") for number in own)
+        return Usage(memory_bytes=self._monitor.memory_bytes(), disk_bytes=disk)
