@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import socket
 import subprocess
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -14,21 +15,34 @@ from moonlet.sandbox.guest.client import Guest
 from moonlet.sandbox.guest.stream import FifoPair, GuestStream
 
 
-class GuestProcessOfOurs:
-    """Speaks over two named pipes in `folder`; `home` is its working directory."""
+class AgentProcess:
+    """Speaks over two named pipes in `folder`, or over `stream`; `home` is its working directory.
 
-    def __init__(self, folder: Path, *options: str, binary: Path | None = None) -> None:
+    With `read_only` it has only its own ends of the pipes, so that it sees when the host closes its own.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *options: str,
+        binary: Path | None = None,
+        read_only: bool = False,
+        stream: socket.socket | None = None,
+    ) -> None:
         self.home = folder / "home"
-        self.home.mkdir(parents=True)
+        self.home.mkdir(parents=True, exist_ok=True)
         self.endpoint = FifoPair(folder / "to_guest", folder / "from_guest")
-        os.mkfifo(self.endpoint.to_guest)
-        os.mkfifo(self.endpoint.from_guest)
-        ends = [os.open(path, os.O_RDWR) for path in (self.endpoint.to_guest, self.endpoint.from_guest)]
+        paths = (self.endpoint.to_guest, self.endpoint.from_guest)
+        for path in paths:
+            os.mkfifo(path)
+        ends = [os.open(path, os.O_RDWR) for path in paths]
+        if read_only:
+            ends += [os.open(paths[0], os.O_RDONLY), os.open(paths[1], os.O_WRONLY)]
         try:
             self.process = subprocess.Popen(
                 [binary or guest_binary(), "--home", self.home, *options],
-                stdin=ends[0],
-                stdout=ends[1],
+                stdin=stream or ends[-2],
+                stdout=stream or ends[-1],
                 start_new_session=True,
             )
         finally:
@@ -47,7 +61,7 @@ class GuestProcessOfOurs:
 @asynccontextmanager
 async def running_guest(folder: Path, *options: str, binary: Path | None = None) -> AsyncIterator[Guest]:
     """An agent and the client of it; both are gone afterwards."""
-    process = GuestProcessOfOurs(folder, *options, binary=binary)
+    process = AgentProcess(folder, *options, binary=binary)
     try:
         guest = await process.open()
         try:

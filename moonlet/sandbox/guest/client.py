@@ -6,12 +6,13 @@ import asyncio
 import secrets
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
+from typing import Any
 
 from moonlet.errors import GuestFileError, SandboxError, SandboxNotFoundError
 from moonlet.sandbox.api import DEFAULT_OUTPUT_BYTES, ExecResult, FileEvent, Output, Process, ProcessInfo
 from moonlet.sandbox.backend import Usage
 from moonlet.sandbox.guest.files import GuestFiles, guest_path
-from moonlet.sandbox.guest.stream import MAX_BODY_BYTES, GuestStream
+from moonlet.sandbox.guest.stream import MAX_BODY_BYTES, GuestStream, Reply
 from moonlet.sandbox.guest.transcript import Launch, Poll, Transcript, exit_code
 
 POLL_WAIT_S = 20.0
@@ -43,7 +44,7 @@ class Guest(GuestFiles):
         launch = Launch.of(
             command, timeout_s=timeout_s, env=env, cwd=cwd, stdin=stdin is not None or None, output_bytes=output_bytes
         )
-        transcript, feeder = Transcript(), None
+        transcript, feeder = Transcript(output_bytes), None
         started = self.stream.request("start", **launch.request())
         first = self.stream.request("poll", command=launch.command_id, wait_s=POLL_WAIT_S)
         try:
@@ -101,18 +102,8 @@ class Guest(GuestFiles):
         while True:
             reply = await self.stream.call("commands", after=after)
             for item in reply.objects("commands"):
-                argv = item.get("argv")
-                info = ProcessInfo(
-                    command_id=str(item.get("command")),
-                    pid=int(item.get("pid") or 0),
-                    argv=tuple(map(str, argv)) if isinstance(argv, list) else (),
-                    is_running=item.get("running") is True,
-                    exit_code=exit_code(item),
-                    tag=str(item.get("tag") or ""),
-                )
-                found.append(info)
-                serial = item.get("serial")
-                after = max(after, serial) if isinstance(serial, int) else after
+                found.append(_process_info(item))
+                after = max(after, Reply(item).number("serial"))
             if not reply.flag("more") or not reply.objects("commands"):
                 return found
 
@@ -167,6 +158,18 @@ class Guest(GuestFiles):
                     raise SandboxError(f"more changed below {path} than could be kept; list it and watch again")
         finally:
             self.stream.post("unwatch", watch=watch)
+
+
+def _process_info(item: dict[str, Any]) -> ProcessInfo:
+    argv = item.get("argv")
+    return ProcessInfo(
+        command_id=str(item.get("command")),
+        pid=Reply(item).number("pid"),
+        argv=tuple(map(str, argv)) if isinstance(argv, list) else (),
+        is_running=item.get("running") is True,
+        exit_code=exit_code(item),
+        tag=str(item.get("tag") or ""),
+    )
 
 
 class GuestProcess(Process):

@@ -101,9 +101,10 @@ def exit_code(fields: Mapping[str, Any]) -> int | None:
 
 
 class Transcript:
-    """All output so far, and where to go on reading."""
+    """All output so far, and where to go on reading. More than `max_bytes` of a stream is not believed."""
 
-    def __init__(self) -> None:
+    def __init__(self, max_bytes: int = MAX_OUTPUT_BYTES) -> None:
+        self._max_bytes = max_bytes
         self._parts: tuple[list[bytes], list[bytes]] = ([], [])
         self._last: Poll | None = None
         self.offsets = (0, 0)
@@ -115,8 +116,8 @@ class Transcript:
             if data:
                 parts.append(data)
         self.offsets = (self.offsets[0] + len(new[0]), self.offsets[1] + len(new[1]))
-        if max(self.offsets) > MAX_OUTPUT_BYTES:
-            raise SandboxError(f"the guest agent sends more output than it can have kept ({MAX_OUTPUT_BYTES} bytes)")
+        if max(self.offsets) > self._max_bytes:
+            raise SandboxError(f"the guest agent sends more output than it can have kept ({self._max_bytes} bytes)")
         self._last = poll
         outputs = (Output("stdout", new[0]), Output("stderr", new[1]))
         return [output for output in outputs if output.data]
