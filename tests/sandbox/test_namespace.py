@@ -271,7 +271,7 @@ def test_disk_use_is_seen(tmp_path: Path, label: str) -> None:
     async def work() -> None:
         async with life(tmp_path, label) as one:
             machine, guest = await one.start(one.spec(disk_bytes=8 * MIB))
-            await guest.exec("for at in /workspace /tmp /var/tmp; do head -c 1000000 /dev/zero > $at/f; done")
+            await guest.exec("for at in /workspace/a /tmp/b /var/tmp/c; do head -c 1000000 /dev/zero > $at; done")
             usage = await asyncio.to_thread(machine.usage)
             assert 3_000_000 <= usage.disk_bytes < 4_000_000
             assert (await guest.exec("head -c 20000000 /dev/zero > big; stat -c %s big")).text.strip() == str(8 * MIB)

@@ -18,7 +18,7 @@ from moonlet.errors import SandboxError, StorageError
 from moonlet.sandbox.api import GUEST_HOME
 
 # Template `host`: what a guest may write, by its name in `upper`. All else of its root is in memory and read-only.
-WRITABLE = {"workspace": GUEST_HOME, "tmp": "/tmp", "var_tmp": "/var/tmp"}
+WRITABLE = {"workspace": GUEST_HOME, "tmp": "/tmp"}  # `/var/tmp` leads to `/tmp`
 _SHARED_DIRS = ("tmp", "var/tmp", "run")
 _MOUNT_POINTS = ("proc", "dev", GUEST_HOME[1:])
 _DISK_ERRORS = ("No space left on device", "Disk quota exceeded", "Input/output error", "Read-only file system")

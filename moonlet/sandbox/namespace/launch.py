@@ -215,7 +215,7 @@ def _build_view(plan: Plan, opened: Callable[[int], int]) -> tuple[Path, View]:
         mark=mark,
         writable={target: upper / name for name, target in files.WRITABLE.items()},
         read_only={**{top.path: Path(top.path) for top in tops if not top.link_target}, "/etc": etc},
-        links={top.path: top.link_target for top in tops if top.link_target},
+        links={"/var/tmp": "../tmp", **{top.path: top.link_target for top in tops if top.link_target}},
         texts={
             name: opened(bwrap.in_memory(text.encode())) for name, text in host_etc.own_files(spec.hostname).items()
         },
