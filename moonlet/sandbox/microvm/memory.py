@@ -3,7 +3,9 @@
 Every machine of a template maps one and the same RAM file MAP_PRIVATE. What the guest writes becomes anonymous pages of its
 own process, and the kernel says which those are (/proc/PID/pagemap). So a saved machine is the template's file, by a hard
 link, plus the changed pages: saving and restoring cost what was changed, not what the machine has, unchanged pages are in
-the host's memory once for all machines, and no live RAM is ever written back to a disk or lost to a full one.
+the host's memory once for all machines, and no live RAM is ever written back to a disk or lost to a full one. A copy of
+the RAM per machine, mapped MAP_SHARED, would save by itself, but costs 0.1 s at every start and resume and 0.2 s until it
+has reached the disk (measured with 120 MiB in use), where a pause now writes 20 MiB in 0.03 s.
 A file of changed pages: magic, number of runs, (offset, length) of each run, then their bytes.
 """
 
