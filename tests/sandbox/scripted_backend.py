@@ -83,12 +83,14 @@ class ScriptedBackend(Backend):
 
     async def sweep(self, label: str, keep: set[str]) -> list[str]:
         await self.step("sweep")
-        found = []
-        for pid, identity in _labelled(label):
-            if identity not in keep:
-                found.append(f"process {pid} of {identity}")
+        found: list[str] = []
+        while left := [(pid, identity) for pid, identity in _labelled(label) if identity not in keep]:
+            found += [f"process {pid} of {identity}" for pid, identity in left if not found]
+            for pid, _ in left:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
+            await asyncio.sleep(0.002)
+            _reap()
         return found
 
     async def _start(self, spec: MachineSpec, folder: Path, last_step: str) -> ScriptedMachine:

@@ -608,8 +608,8 @@ def test_a_snapshot_of_another_host(tmp_path: Path) -> None:
             snapshot = await sandbox.snapshot("name")
         backend = ScriptedBackend()
         async with managed(tmp_path / "b", backend, snapshot_url=shared) as manager:
-            child = await new_sandbox(manager, template=snapshot)
-            assert await works(child)
+            child, sibling = await asyncio.gather(*(new_sandbox(manager, template=snapshot) for _ in range(2)))
+            assert await works(child) and await works(sibling)
             assert (await child.exec("echo $A")).text == "1\n"
             assert [each.name for each in await manager.snapshots()] == ["name"]
             await manager.delete_snapshot(snapshot)

@@ -6,7 +6,9 @@ that machine may still read it, also when the snapshot itself was deleted.
 
 from __future__ import annotations
 
+import asyncio
 import logging
+import re
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +20,8 @@ from moonlet.sandbox.lifecycle.box import Box
 from moonlet.sandbox.lifecycle.core import Core
 from moonlet.sandbox.lifecycle.machines import as_sandbox_error, run_on
 from moonlet.sandbox.records import SnapshotInfo, snapshot_from_json, to_json
+
+_ID = re.compile(r"snap[a-z2-7]{16}")  # as `Core.new_id` makes them
 
 log = logging.getLogger(__name__)
 
@@ -92,36 +96,41 @@ async def publish_snapshot(core: Core, snapshot: SnapshotInfo) -> None:
 
 async def fetch(core: Core, name: str) -> SnapshotInfo | None:
     """A snapshot of another host, by id. Raises SnapshotError if it is damaged."""
-    if core.repository is None or not name.startswith("snap"):
+    if core.repository is None or not _ID.fullmatch(name):
         return None
-    target = core.snapshots_folder / name
     with core.holding(name):
-        try:
-            await core.repository.fetch(name, target)
-        except SandboxNotFoundError:
-            return None
-        try:
-            snapshot = snapshot_from_json(await in_thread((target / "snapshot.json").read_text))
-        except (OSError, KeyError, TypeError, ValueError) as error:
-            await in_thread(remove_tree, target)
-            raise SnapshotError(
-                f"snapshot {name} of {core.config.snapshot_url} was not made by this program"
-            ) from error
-        await _record(core, snapshot, target)
+        async with core.fetches.setdefault(name, asyncio.Lock()):  # of several that ask, one fetches
+            return core.snapshot(name) or await _fetch(core, name)
+
+
+async def _fetch(core: Core, name: str) -> SnapshotInfo | None:
+    target = core.snapshots_folder / name
+    try:
+        await core.repository.fetch(name, target)
+    except SandboxNotFoundError:
+        return None
+    try:
+        snapshot = snapshot_from_json(await in_thread((target / "snapshot.json").read_text))
+        if snapshot.id != name or snapshot.is_hidden:
+            raise ValueError(snapshot.id)
+    except (OSError, KeyError, TypeError, ValueError) as error:
+        await in_thread(remove_tree, target)
+        raise SnapshotError(f"{name} in {core.config.snapshot_url} is no snapshot of a sandbox: remove it") from error
+    await _record(core, snapshot, target)
     return snapshot
 
 
 async def delete_snapshot(core: Core, name: str) -> None:
-    """Idempotent in what it leaves; raises SandboxNotFoundError if there is none of that id or name."""
+    """By id or name. Raises SandboxNotFoundError if there is none."""
     snapshot = core.snapshot(name)
-    if snapshot is None or snapshot.is_hidden:
-        if core.repository is not None and await fetch(core, name) is not None:
-            await delete_snapshot(core, name)
-            return
+    stored = name if snapshot is None else snapshot.id
+    repository = core.repository
+    stored_ids = [each.id for each in await repository.list()] if repository is not None else []
+    if snapshot is None and stored not in stored_ids:
         raise SandboxNotFoundError(f"there is no snapshot {name!r}; `moonlet sandbox snapshot --list` shows all")
-    if core.repository is not None:
-        await core.repository.remove(snapshot.id)
-    await delete_local(core, [snapshot.id])
+    if repository is not None and stored in stored_ids:
+        await repository.remove(stored)
+    await delete_local(core, [stored])
 
 
 async def delete_local(core: Core, ids: list[str]) -> None:
@@ -144,10 +153,16 @@ async def collect_snapshots(core: Core) -> None:
         await core.write(core.records.delete_snapshots, childless)
         for snapshot_id in childless:
             core.snapshots.pop(snapshot_id, None)
-    needed = {*core.snapshots, *+core.busy, *core.records.unreadable, *(box.row.origin for box in core.boxes.values())}
     for path in await in_thread(lambda: sorted(core.snapshots_folder.iterdir())):
-        if path.name.removesuffix(TMP) not in needed and not path.name.startswith("."):
+        if not _is_needed(
+            core, path.name.removesuffix(TMP)
+        ):  # looked at after the listing: the new have a holder by now
             try:
                 await in_thread(remove_tree, path)
             except OSError as error:
                 log.error("%s could not be removed: %s", path, error)
+
+
+def _is_needed(core: Core, name: str) -> bool:
+    is_origin = any(box.row.origin == name for box in core.boxes.values())
+    return is_origin or name in core.snapshots or name in core.busy or name in core.records.unreadable

@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
+from weakref import WeakValueDictionary
 
 from moonlet.errors import (
     BackendUnavailableError,
@@ -76,6 +77,7 @@ class Core:
         self.num_reaped = 0
         self.on_denied: Callable[[str, Denied], None] | None = None
         self._chosen: set[str] = set()
+        self.fetches: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         self.records: Records
         self.gate = ReadersWriter()  # starts of machines are readers, sweeps are writers
         self.starting = asyncio.Semaphore(config.max_starting)
@@ -147,10 +149,12 @@ class Core:
 
     def snapshot(self, name: str) -> SnapshotInfo | None:
         """By id, else the newest of that name."""
-        if name in self.snapshots:
-            return self.snapshots[name]
-        named = [snapshot for snapshot in self.snapshots.values() if snapshot.name == name and not snapshot.is_hidden]
-        return max(named, key=lambda snapshot: snapshot.created_at) if named and name else None
+        visible = [snapshot for snapshot in self.snapshots.values() if not snapshot.is_hidden]
+        for snapshot in visible:
+            if snapshot.id == name:
+                return snapshot
+        named = [snapshot for snapshot in visible if name and snapshot.name == name]
+        return max(named, key=lambda snapshot: snapshot.created_at) if named else None
 
     def admit(self, *, running: int = 0, total: int = 0) -> None:
         """Raises SandboxLimitError if so many more would be too many."""

@@ -8,7 +8,7 @@ import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from moonlet.errors import BackendUnavailableError, ConfigError, SandboxStateError
+from moonlet.errors import BackendUnavailableError, ConfigError, SandboxStateError, TemplateError
 from moonlet.sandbox.api import SandboxSpec, State
 from moonlet.sandbox.backend import Probe
 from moonlet.sandbox.generations import in_thread, remove_tree, settled
@@ -79,7 +79,9 @@ def check_ttl(core: Core, ttl_s: float | None) -> None:
 
 
 def new_box(core: Core, plan: Plan) -> Box:
-    """Register a sandbox in memory. Raises SandboxLimitError."""
+    """Register a sandbox in memory. Raises SandboxLimitError, TemplateError if the snapshot is gone by now."""
+    if plan.snapshot is not None and plan.snapshot.id not in core.snapshots:
+        raise TemplateError(f"snapshot {plan.snapshot.id} was deleted meanwhile")
     core.admit(running=1, total=1)
     now = time.time()
     row = SandboxRow(
