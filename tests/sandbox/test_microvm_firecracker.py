@@ -84,25 +84,7 @@ def test_requests_of_a_whole_life(tmp_path: Path, record: Path) -> None:
         await backend.prepare(Template("small", rootfs), LIMITS, lambda what, share: None)
         boot = recorded(record)
         cache = tmp_path / "cache/firecracker"
-        (unfinished,) = {
-            Path(request[2]["mem_file_path"]).parent for request in boot if request[1] == "/snapshot/create"
-        }
-        kernel, initramfs = next(cache.glob("vmlinux-*")), next(cache.glob("initramfs-*"))
-        line = (
-            "console=ttyS0 reboot=k pci=off moonlet.vsock=5252 quiet panic=-1 oops=panic mitigations=off "
-            "moonlet.root=/dev/vda sysctl.kernel.threads-max=160 -- --init --processes 64 --open-files 1024"
-        )
-        source = {"kernel_image_path": str(kernel), "initrd_path": str(initramfs), "boot_args": line}
-        drive = {"drive_id": "disk", "path_on_host": "disk", "is_root_device": False, "is_read_only": False}
-        assert boot == [
-            ["PUT", "/machine-config", {"vcpu_count": 2, "mem_size_mib": 256, "smt": False}],
-            ["PUT", "/boot-source", source],
-            ["PUT", "/drives/disk", {**drive, "cache_type": "Unsafe"}],
-            ["PUT", "/vsock", {"guest_cid": 3, "uds_path": "agent.sock"}],
-            ["PUT", "/actions", {"action_type": "InstanceStart"}],
-            ["PATCH", "/vm", {"state": "Paused"}],
-            ["PUT", "/snapshot/create", saving(unfinished)],
-        ]
+        assert boot == booting(cache)
 
         machine = await backend.launch(spec(rootfs), folder(tmp_path, "live"))
         template = next((cache / "templates").iterdir())
@@ -134,6 +116,27 @@ def test_requests_of_a_whole_life(tmp_path: Path, record: Path) -> None:
         await machine.destroy()
 
     asyncio.run(work())
+
+
+def booting(cache: Path) -> list[list[Any]]:
+    """What the first boot of a template is to look like, for `LIMITS`."""
+    (template,) = (cache / "templates").iterdir()
+    unfinished = template.with_name(f"{template.name}.tmp")
+    line = (
+        "console=ttyS0 reboot=k pci=off moonlet.vsock=5252 quiet panic=-1 oops=panic mitigations=off "
+        "moonlet.root=/dev/vda sysctl.kernel.threads-max=160 -- --init --processes 64 --open-files 1024"
+    )
+    files = {"kernel_image_path": str(*cache.glob("vmlinux-*")), "initrd_path": str(*cache.glob("initramfs-*"))}
+    drive = {"drive_id": "disk", "path_on_host": "disk", "is_root_device": False, "is_read_only": False}
+    return [
+        ["PUT", "/machine-config", {"vcpu_count": 2, "mem_size_mib": 256, "smt": False}],
+        ["PUT", "/boot-source", {**files, "boot_args": line}],
+        ["PUT", "/drives/disk", {**drive, "cache_type": "Unsafe"}],
+        ["PUT", "/vsock", {"guest_cid": 3, "uds_path": "agent.sock"}],
+        ["PUT", "/actions", {"action_type": "InstanceStart"}],
+        ["PATCH", "/vm", {"state": "Paused"}],
+        ["PUT", "/snapshot/create", saving(unfinished)],
+    ]
 
 
 def saving(image: Path) -> dict[str, str]:

@@ -26,7 +26,7 @@ from moonlet.sandbox.microvm.image import make_disk
 from moonlet.sandbox.microvm.saved import FACTS, FORMAT
 
 MIN_RAM_MIB = 160
-CACHE_BYTES = 8 << 30
+CACHE_BYTES = 4 << 30
 RESERVE_BYTES = 256 << 20
 
 
