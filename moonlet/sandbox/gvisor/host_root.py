@@ -20,9 +20,17 @@ GUEST_FOLDER = "/.moonlet"  # where the agent is mounted, read-only
 _FOLDERS = ("proc", "sys", "dev", "tmp", "run", "var/tmp", "root", "home", "opt", "mnt", "srv", GUEST_HOME[1:])
 
 
-@cache
 def host_root() -> Path:
     """Made at the first call (0.2 s), then found. Raises OSError."""
+    root = _make()
+    if not root.is_dir():  # somebody cleared the cache
+        _make.cache_clear()
+        root = _make()
+    return root
+
+
+@cache
+def _make() -> Path:
     cached = cache_folder()
     unfinished = Path(tempfile.mkdtemp(prefix=".host-", dir=cached))
     try:

@@ -91,11 +91,12 @@ class GvisorMachine(Machine):
         bundle.state(self.container).mkdir(parents=True, exist_ok=True)
         write_config(bundle, self.spec, self.container, preload=self._life.preload)
         verb = ["run"] if checkpoint is None else ["restore", f"--image-path={checkpoint}"]
+        limit_s = _START_S if checkpoint is None else _SAVE_S  # gigabytes of memory may have to be read
         args = [*verb, "--detach", f"--bundle={bundle.folder}", f"--pid-file={pid_file}", self.container]
         try:
             with _open_fifos(bundle) as (stdin, stdout):
                 command = self._runsc.command(bundle.state(self.container), *args, log=bundle.log)
-                done = await call(command, timeout_s=_START_S, stdin=stdin, stdout=stdout)
+                done = await call(command, timeout_s=limit_s, stdin=stdin, stdout=stdout)
             self._require_wanted()
             process = ProcessId.of(int(pid_file.read_text())) if done.code == 0 else None
             if process is None:
@@ -253,6 +254,8 @@ class GvisorMachine(Machine):
             (image / name).mkdir(parents=True)
             for file in sorted(source.iterdir()):
                 link_or_copy(file, image / name / file.name)
+        for file in (image / CHECKPOINT).iterdir():
+            file.chmod(0o600)  # the guest's memory
         facts = {
             "version": self._runsc.version,
             "platform": self._runsc.platform,

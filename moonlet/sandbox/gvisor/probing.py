@@ -27,6 +27,7 @@ _NOTES = (
     "a guest that uses more than memory_bytes ends as a whole",
 )
 _LINK_NOTE = "in this version of gVisor a symbolic link to exactly / leads astray (one to /. does not)"
+_SLOW_NOTE = "this version compresses what it saves: a pause takes some seconds for 100 MiB of the guest's memory"
 _NO_CGROUP_NOTE = "no control groups here: memory is checked twice a second, cpus is not enforced"
 
 
@@ -76,9 +77,14 @@ async def _try_machine(runsc: Runsc) -> Found:
         fork_processes=True,
         isolation="user-kernel",
         network=True,
-        notes=(*_NOTES, *notes) if runsc.has_cgroups else (*_NOTES, *notes, _NO_CGROUP_NOTE),
+        notes=(*_NOTES, *notes, *_version_notes(runsc)),
     )
     return Found(Probe("gvisor", caps, "", f"{runsc.version} {runsc.platform}"), runsc, needs_preload)
+
+
+def _version_notes(runsc: Runsc) -> list[str]:
+    notes = [] if runsc.can_skip_compression else [_SLOW_NOTE]
+    return notes if runsc.has_cgroups else [*notes, _NO_CGROUP_NOTE]
 
 
 async def _use(machine: GvisorMachine, folder: Path) -> tuple[bool, tuple[str, ...]]:
