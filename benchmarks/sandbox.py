@@ -176,22 +176,26 @@ async def run_plain(command: list[str]) -> None:
     )
 
 
-def bare_bubblewrap() -> list[str]:
-    """Same namespaces and mounts as the backend `namespace` has, and nothing in them."""
+def bare_bubblewrap(folder: Path) -> list[str]:
+    """Same namespaces and mounts as a machine of the backend `namespace` has, and nothing in them."""
     from moonlet.sandbox.namespace.bwrap import find_bubblewrap
 
     program = find_bubblewrap()
     if program is None:
         return []
+    root = folder / "bare"
+    (root / "workspace").mkdir(parents=True)
     words = [str(program.path), *(f"--unshare-{name}" for name in ("user", "pid", "net", "ipc", "uts", "cgroup"))]
-    words += ["--uid", "0", "--gid", "0", "--hostname", "bare", "--new-session", "--cap-drop", "ALL", "--clearenv"]
-    words += ["--tmpfs", "/"]
-    for folder in ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64"):
-        if os.path.islink(folder):
-            words += ["--symlink", os.readlink(folder), folder]
-        elif os.path.isdir(folder):
-            words += ["--ro-bind", folder, folder]
-    words += ["--proc", "/proc", "--dev", "/dev", "--tmpfs", "/dev/shm", "--remount-ro", "/dev", "--", "/bin/true"]
+    words += ["--uid", "0", "--gid", "0", "--hostname", "bare", "--new-session", "--as-pid-1", "--cap-drop", "ALL"]
+    words += ["--clearenv", "--bind", str(root), "/"]
+    for name in ("usr", "bin", "sbin", "lib", "lib32", "lib64"):
+        if os.path.islink(f"/{name}"):
+            os.symlink(os.readlink(f"/{name}"), root / name)
+        elif os.path.isdir(f"/{name}"):
+            words += ["--ro-bind", f"/{name}", f"/{name}"]
+    words += ["--ro-bind", str(folder), "/etc", "--proc", "/proc", "--dev", "/dev"]
+    words += ["--perms", "1777", "--size", str(64 * MIB), "--tmpfs", "/dev/shm", "--ro-bind", "/bin/true", "/dev/agent"]
+    words += ["--remount-ro", "/dev", "--chdir", "/workspace", "--", "/dev/agent"]
     works = subprocess.run(words, capture_output=True, text=True)
     if works.returncode:
         print(f"bare bubblewrap does not work here: {works.stderr.strip()}")
@@ -276,7 +280,8 @@ async def _destroy_all(manager: Manager) -> None:
 async def main(names: list[str], state_dir: Path, is_quick: bool, note: Callable[..., None] = print) -> None:
     note(machine_facts())
     note(f"load average at the start: {load()}")
-    BUBBLEWRAP[:] = bare_bubblewrap()
+    state_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+    BUBBLEWRAP[:] = bare_bubblewrap(state_dir)
     found = [await measure(name, state_dir, is_quick) for name in names]
     note(f"load average at the end: {load()}")
     show([bench for bench in found if bench])

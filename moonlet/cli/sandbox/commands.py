@@ -66,7 +66,7 @@ async def _each(names: list[str], work: Callable[[str], Awaitable[None]]) -> Non
 @app.command()
 def start(
     template: Annotated[str, typer.Argument(help="Template, snapshot, or host: this system, read-only.")] = "host",
-    backend: Annotated[str, typer.Option(help="auto, namespace, gvisor, microvm, landlock.")] = "auto",
+    backend: Annotated[str, typer.Option(help="auto, namespace, gvisor, microvm, firecracker, landlock.")] = "auto",
     memory: Annotated[str, typer.Option(help="Largest memory, e.g. 512M.")] = "512M",
     disk: Annotated[str, typer.Option(help="Largest size of its files.")] = "2G",
     cpus: Annotated[float, typer.Option(min=0.1, help="Processors that it may use.")] = 1.0,
