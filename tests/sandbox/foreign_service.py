@@ -122,7 +122,7 @@ class ForeignService:
         path = (await request.json())["path"]
         if path not in self.files:
             return JSONResponse({"code": "not_found", "message": f"{path}: no such file"}, 404)
-        entry = {"name": path, "type": "FILE_TYPE_FILE", "path": f"/home/user/{path}", "size": "3", "owner": "user"}
+        entry = {"name": path, "type": "FILE_TYPE_FILE", "path": f"/guest/{path}", "size": "3", "owner": "user"}
         return JSONResponse({"entry": entry})
 
     async def _remove(self, request: Request) -> Response:

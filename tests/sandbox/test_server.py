@@ -258,9 +258,9 @@ def test_hosts_that_may_be_reached_are_shown_and_refusals_are_audited(tmp_path) 
     backend = ScriptedBackend()
     backend.caps = dataclasses.replace(scripted_caps(), network=True)
     with ServiceThread(tmp_path / "state", backend) as service:
-        box = service.create(network={"allowOut": ["pypi.org", "*.example.org:443"]}, allow_internet_access=True)
+        box = service.create(network={"allowOut": ["packages.example.org", "*.example.org:443"]}, allow_internet_access=True)
         network = service.client.get(box.path).json()["network"]
-        assert network["allowOut"] == ["pypi.org", "*.example.org:443"]
+        assert network["allowOut"] == ["packages.example.org", "*.example.org:443"]
         assert service.client.put(f"{box.path}/network", json=network).status_code == 204
         assert service.client.put(f"{box.path}/network", json={"allowOut": ["other.org"]}).status_code == 501
         proxy = output_of(box.run("echo $https_proxy")).decode().strip()

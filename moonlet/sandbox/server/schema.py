@@ -114,7 +114,7 @@ def allow_hosts(network: Network | None) -> list[str]:
     hosts = network.allowOut if network else []
     for host in hosts:
         if "/" in host or not host or any(character.isspace() for character in host):
-            raise ConfigError(f"'{host}' in allowOut: this service allows hosts by name (pypi.org, *.example.org:443)")
+            raise ConfigError(f"'{host}' in allowOut: this service allows hosts by name (packages.example.org, *.example.org:443)")
     return hosts
 
 
