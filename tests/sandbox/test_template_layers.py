@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from moonlet.errors import TemplateError
@@ -136,6 +136,8 @@ def listing(root: Path) -> dict[str, tuple[str, str]]:
 
 @settings(max_examples=150, deadline=None)
 @given(LAYERS)
+@example([[Op("file", "a/a", "x"), Op("link", "a", "a/a")]])
+@example([[Op("file", "a", "x"), Op("link", "a/b", "a")]])
 def test_layers_are_what_the_specification_says(layers: list[list[Op]]) -> None:
     model = Model()
     error: TemplateError | None = None

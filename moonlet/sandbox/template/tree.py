@@ -10,6 +10,7 @@ import errno
 import os
 import shutil
 import stat
+import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -61,8 +62,10 @@ class Tree:
             source = self._find_source(entry)
             if os.path.lexists(path) and os.path.samestat(os.lstat(source), os.lstat(path)):
                 return
+            aside = f"{self.root}.{uuid.uuid4().hex}"  # the source may be below what goes
+            link_or_copy(source, aside)
             remove(path)
-            link_or_copy(source, path)
+            os.rename(aside, path)
             return
         remove(path)
         if entry.kind == "symlink":
