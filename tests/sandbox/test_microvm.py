@@ -428,7 +428,7 @@ def test_attach_where_nothing_is(run) -> None:
 
 
 def test_sweep_ends_machines_of_its_label_only(run) -> None:
-    """Also a machine that booted a template for a process which is gone."""
+    """Also a machine that booted a template for a process which is gone, and one whose folder was removed."""
 
     async def work(bench: Bench) -> None:
         gone = subprocess.Popen(["true"])
@@ -444,17 +444,20 @@ def test_sweep_ends_machines_of_its_label_only(run) -> None:
             "below": f"guest=moonlet/x/{bench.label}/a",
             "orphan": f"guest=moonlet/template/{gone.pid}.{start}.x",
             "boots": f"guest=moonlet/template/{me.pid}.{me.start}.x",
+            "homeless": f"guest=moonlet/{bench.label}-y/a",
         }
+        homes = {name: bench.new(name) for name in marks}
         code = "import sys; sys.stdin.read()"
         children = {
-            name: subprocess.Popen([sys.executable, "-c", code, mark], stdin=subprocess.PIPE)
+            name: subprocess.Popen([sys.executable, "-c", code, mark], stdin=subprocess.PIPE, cwd=homes[name])
             for name, mark in marks.items()
         }
         try:
+            homes["homeless"].rmdir()
             found = await bench.backend.sweep(bench.label, {"b"})
-            assert len(found) == 2
+            assert len(found) >= 3
             killed = {name for name, child in children.items() if child.poll() is not None}
-            assert killed == {"own", "orphan"}
+            assert killed == {"own", "orphan", "homeless"}
         finally:
             for child in children.values():
                 child.kill()

@@ -19,9 +19,9 @@ def mark(kind: str, label: str, machine_id: str) -> str:
     return f"{kind}=moonlet/{label}/{machine_id}"
 
 
-def find_marked(kind: str, label: str) -> list[tuple[ProcessId, str]]:
-    """Live machines of a label, each with its id."""
-    pattern = re.compile(rf"{kind}=moonlet/{re.escape(label)}/([^/]+)")
+def find_marked(kind: str, label: str | None = None) -> list[tuple[ProcessId, str]]:
+    """Live machines of a label, or of any, each with its id."""
+    pattern = re.compile(rf"{kind}=moonlet/{re.escape(label) if label is not None else '[^/]+'}/([^/]+)")
     found = []
     for pid in all_pids():
         match = next((match for match in map(pattern.fullmatch, command_line(pid)) if match), None)
@@ -32,11 +32,17 @@ def find_marked(kind: str, label: str) -> list[tuple[ProcessId, str]]:
 
 
 async def sweep_marked(kind: str, label: str, keep: set[str]) -> list[str]:
-    """End machines of `label` that are not in `keep`, and those that boot a template for a process which has died."""
+    """End machines of `label` that are not in `keep`.
+
+    Also those that nobody will ever ask for: which boot a template for a process that has died, or live in a folder that
+    was removed under them, whatever their label.
+    """
 
     def strays() -> list[tuple[ProcessId, str]]:
         own = [one for one in find_marked(kind, label) if one[1] not in keep]
-        return own + [one for one in find_marked(kind, BOOT_LABEL) if _is_orphan(one[1])]
+        orphans = [one for one in find_marked(kind, BOOT_LABEL) if _is_orphan(one[1])]
+        homeless = [one for one in find_marked(kind) if _is_homeless(one[0].pid)]
+        return list({one[0]: one for one in own + orphans + homeless}.values())
 
     found = await in_thread(strays)
     for process, _ in found:
@@ -44,6 +50,14 @@ async def sweep_marked(kind: str, label: str, keep: set[str]) -> list[str]:
     async with asyncio.timeout(DIE_S):
         await asyncio.gather(*(process.ended() for process, _ in found))
     return [f"virtual machine {machine_id}, process {process.pid}" for process, machine_id in found]
+
+
+def _is_homeless(pid: int) -> bool:
+    """A folder that was only renamed is another one's business."""
+    try:
+        return os.readlink(f"/proc/{pid}/cwd").endswith(" (deleted)")
+    except OSError:
+        return False
 
 
 def boot_spec(name: str, limits: Limits) -> MachineSpec:
