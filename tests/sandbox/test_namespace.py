@@ -182,6 +182,40 @@ def test_a_failed_start_says_why_and_leaves_nothing(tmp_path: Path, label: str) 
     asyncio.run(work())
 
 
+def test_a_cancelled_start_leaves_nothing(tmp_path: Path, label: str) -> None:
+    """B77: wherever it is cut."""
+
+    async def work() -> None:
+        one = Life(tmp_path, label)
+        spec = one.spec()
+        await one.backend.prepare(spec.template, spec.limits, lambda *_: None)
+        for number in range(20):
+            live = tmp_path / str(number)
+            live.mkdir()
+            task = asyncio.ensure_future(one.backend.launch(one.spec(f"m{number}"), live))
+            await asyncio.sleep(number * 0.0007)
+            task.cancel()
+            done = (await asyncio.gather(task, return_exceptions=True))[0]
+            if isinstance(done, NamespaceMachine):  # it was quicker
+                await done.destroy()
+
+    asyncio.run(work())
+
+
+def test_a_kernel_that_forbids_user_namespaces_is_refused_with_advice() -> None:
+    """As in a user namespace that may have no others below it."""
+    script = (
+        "import asyncio; from moonlet.sandbox.namespace.backend import NamespaceBackend\n"
+        "probe = asyncio.run(NamespaceBackend().probe()); print(probe.caps, probe.reason)"
+    )
+    shell = 'echo 0 > /proc/sys/user/max_user_namespaces && exec "$@"'
+    words = ["unshare", "--user", "--map-root-user", "--", "/bin/sh", "-c", shell, "sh", sys.executable, "-c", script]
+    done = subprocess.run(words, capture_output=True, text=True, cwd=Path(__file__).parents[2])
+    assert done.stdout.startswith("None ") and "sysctl user.max_user_namespaces" in done.stdout, (
+        done.stdout + done.stderr
+    )
+
+
 def test_a_machine_is_found_again(tmp_path: Path, label: str) -> None:
     async def work() -> None:
         async with life(tmp_path, label) as one:
@@ -353,6 +387,26 @@ def test_a_frozen_tree_stands_still(tmp_path: Path, label: str, how: str) -> Non
             await machine.destroy()
             if how == "v2":
                 group.remove()
+
+    asyncio.run(asyncio.wait_for(work(), 60))
+
+
+def test_a_parent_that_waits_for_its_vforked_child_is_no_obstacle(tmp_path: Path, label: str) -> None:
+    """Stopped between vfork() and exec(), the child keeps its parent in the kernel."""
+    source = "#include <unistd.h>\nint main(void) { if (!vfork()) { sleep(600); _exit(0); } return 0; }\n"
+    (tmp_path / "parent.c").write_text(source)
+    subprocess.run(["cc", "-static", "-o", tmp_path / "parent", tmp_path / "parent.c"], check=True)
+
+    async def work() -> None:
+        async with life(tmp_path, label) as one:
+            machine, guest = await one.start()
+            await guest.upload(tmp_path / "parent", "parent")
+            await guest.stream.call("start", command="c", argv=["./parent"], env={}, cwd="/workspace")
+            while len(tree(machine.init.pid)) < 4:
+                await asyncio.sleep(0.01)
+            await asyncio.to_thread(freeze.stop_tree, machine.init)
+            await asyncio.to_thread(freeze.continue_tree, machine.init)
+            assert (await guest.exec("echo on")).text == "on\n"
 
     asyncio.run(asyncio.wait_for(work(), 60))
 

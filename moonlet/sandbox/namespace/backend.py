@@ -72,6 +72,10 @@ class NamespaceBackend(Backend):
             notes.append("processor time is not limited: control groups cannot be written here")
         if not found.can_freeze:
             notes.append("a pause stops processes by SIGSTOP: control groups cannot be written here")
+        if os.geteuid() == 0 and not self._is_privileged:
+            notes.append(
+                "machines run as this root, which may own devices that they see: better serve as an ordinary user"
+            )
         notes.append("disk use is measured, not enforced by the kernel; one file never exceeds the limit")
         return Caps(
             processes_survive_pause=False,

@@ -138,7 +138,7 @@ class LandlockBackend(Backend):
         """As root outside of the state directory, in which the guest's own user could not go."""
         home = folder / "upper"
         if user is not None:
-            outside = Path(tempfile.mkdtemp(prefix=f"moonlet-{spec.label}-{spec.id}-"))
+            outside = Path(tempfile.mkdtemp(prefix=f"{_home_prefix(spec.label)}{spec.id}-"))
             outside.chmod(0o711)
             home.symlink_to(outside / "upper")
             home = outside / "upper"
@@ -275,4 +275,13 @@ def _sweep(label: str, keep: set[str]) -> list[str]:
             if process := ProcessId.of(pid):
                 process.kill()
         until_gone(pids, 5.0)
-    return [f"processes {sorted(pids)} of sandbox {machine_id}" for machine_id, pids in found.items()]
+    said = [f"processes {sorted(pids)} of sandbox {machine_id}" for machine_id, pids in found.items()]
+    for home in Path(tempfile.gettempdir()).glob(f"{_home_prefix(label)}*"):
+        if home.name.removeprefix(_home_prefix(label)).rpartition("-")[0] not in keep:
+            subprocess.run(["rm", "-rf", "--", str(home)], check=False)
+            said.append(str(home))
+    return said
+
+
+def _home_prefix(label: str) -> str:
+    return f"moonlet-{label}-"

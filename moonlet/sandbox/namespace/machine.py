@@ -18,10 +18,11 @@ from moonlet.sandbox.namespace import files, freeze
 from moonlet.sandbox.namespace.cgroup import Cgroup
 from moonlet.sandbox.namespace.image import IMAGE_NOTE, describe
 from moonlet.sandbox.namespace.launch import Identity, fifos
-from moonlet.sandbox.namespace.processes import ProcessId, has_children, proportional_bytes, tree, wait_ended
+from moonlet.sandbox.namespace.processes import ProcessId, children, glance, proportional_bytes, tree, wait_ended
 
 _KILL_TIMEOUT_S = 10.0
-_DISK_REFRESH_S = 5.0
+_DISK_REFRESH_S = 4.0
+_DISK_PAUSES = 10  # times as long as a measurement took
 
 
 class NamespaceMachine(Machine):
@@ -57,7 +58,7 @@ class NamespaceMachine(Machine):
                 with contextlib.suppress(ProcessLookupError):
                     self._cgroup.join(pid)
             # What its members start from now on is inside; what they had started before is still to be moved.
-            missing = self._outside() if has_children(self.init.pid) else set()
+            missing = self._outside() if children(self.init.pid) != [] else set()
 
     def _outside(self) -> set[int]:
         """Processes that are not in the groups yet. The dead that nobody has reaped are in no group."""
@@ -122,32 +123,34 @@ class NamespaceMachine(Machine):
         return FailReason.OOM if was_killed and self._cgroup.num_oom_kills() else FailReason.CRASH
 
     def usage(self) -> Usage:
-        pids = tree(self.init.pid) if self.init.is_alive() else {}
-        monitor = [self._identity.monitor.pid] if pids else []
-        return Usage(proportional_bytes([*pids, *monitor]), self._disk.bytes(), len(pids))
+        pids = glance(self.init.pid) if self.init.is_alive() else []
+        memory = proportional_bytes([*pids, self._identity.monitor.pid]) if pids else 0
+        return Usage(memory, self._disk.bytes(), len(pids))
 
 
 class _DiskUse:
-    """What a folder takes on the disk, measured in the background when it is asked for, at most every few seconds."""
+    """What a folder takes on the disk, measured in the background when it is asked for; the longer it takes, the rarer."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._bytes = 0
-        self._measured_at: float | None = None
+        self._due_at: float | None = None
         self._lock = threading.Lock()
 
     def bytes(self) -> int:
         """The last figure; the first call waits for one."""
-        if self._measured_at is None:
+        if self._due_at is None:
             self._measure()
-        elif time.monotonic() - self._measured_at > _DISK_REFRESH_S:
+        elif time.monotonic() > self._due_at:
             threading.Thread(target=self._measure, name="moonlet-du", daemon=True).start()
         return self._bytes
 
     def _measure(self) -> None:
         if self._lock.acquire(blocking=False):
             try:
+                begin = time.monotonic()
                 self._bytes = files.disk_bytes(self._folder)
-                self._measured_at = time.monotonic()
+                took_s = time.monotonic() - begin
+                self._due_at = time.monotonic() + max(_DISK_REFRESH_S, _DISK_PAUSES * took_s)
             finally:
                 self._lock.release()

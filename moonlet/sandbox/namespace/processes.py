@@ -107,13 +107,32 @@ def tree(root: int) -> dict[int, str]:
     return found
 
 
-def has_children(pid: int) -> bool:
-    """Whether a process with one thread has children now; True where the kernel does not say."""
+def children(pid: int) -> list[int] | None:
+    """Children of a process now, None where the kernel does not list them (CONFIG_PROC_CHILDREN). A glance: of a process
+    whose children come and go meanwhile some may be missed."""
+    found: list[int] = []
     try:
-        with open(f"/proc/{pid}/task/{pid}/children", "rb") as file:
-            return bool(file.read(1))
+        for thread in os.listdir(f"/proc/{pid}/task"):
+            with open(f"/proc/{pid}/task/{thread}/children", "rb") as file:
+                found += map(int, file.read().split())
     except FileNotFoundError:
-        return os.path.exists(f"/proc/{pid}")
+        return None if os.path.exists(f"/proc/{pid}") else []
+    except ProcessLookupError:
+        return []
+    return found
+
+
+def glance(root: int) -> list[int]:
+    """`root` and its descendants, without looking at every process of the host; see `children`."""
+    found, pending = [], [root]
+    while pending:
+        pid = pending.pop()
+        found.append(pid)
+        below = children(pid)
+        if below is None:
+            return list(tree(root))
+        pending += below
+    return found
 
 
 def proportional_bytes(pids: Iterable[int]) -> int:
