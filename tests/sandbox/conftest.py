@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import uuid
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
@@ -16,6 +17,7 @@ import pytest
 from moonlet.sandbox.api import Caps, Limits, Sandbox, SandboxSpec
 from moonlet.sandbox.choose import make_backend
 from moonlet.sandbox.manager import Manager, ServiceConfig
+from tests.sandbox.namespace_life import make_rootfs
 
 _Result = TypeVar("_Result")
 
@@ -122,3 +124,18 @@ def bench(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     """The contract holds for each of them."""
     with open_bench(request.param, tmp_path_factory.mktemp("state") / "s") as opened:
         yield opened
+
+
+@pytest.fixture
+def label(require_backend: Callable[[str], Caps]) -> Iterator[str]:
+    """Of machines of the backend namespace, one that nobody else has; nothing of it may be left at the end."""
+    require_backend("namespace")
+    name = f"test-{uuid.uuid4().hex[:12]}"
+    yield name
+    assert asyncio.run(make_backend("namespace").sweep(name, set())) == []
+
+
+@pytest.fixture(scope="module")
+def rootfs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small system."""
+    return make_rootfs(tmp_path_factory.mktemp("rootfs") / "root")
