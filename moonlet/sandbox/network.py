@@ -91,9 +91,9 @@ def is_public(address: Address) -> bool:
         inner = address.ipv4_mapped or address.sixtofour or _nat64(address)
         if inner is not None:
             return is_public(inner)
-        if address.teredo is not None:
+        if address.teredo is not None or address.is_site_local:
             return False
-    return address.is_global and not address.is_multicast
+    return address.is_global and not address.is_multicast and not address.is_reserved
 
 
 def _nat64(address: ipaddress.IPv6Address) -> ipaddress.IPv4Address | None:

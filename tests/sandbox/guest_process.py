@@ -6,7 +6,7 @@ import asyncio
 import os
 import socket
 import subprocess
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -18,7 +18,7 @@ from moonlet.sandbox.guest.stream import FifoPair, GuestStream
 class AgentProcess:
     """Speaks over two named pipes in `folder`, or over `stream`; `home` is its working directory.
 
-    With `read_only` it has only its own ends of the pipes, so that it sees when the host closes its own.
+    With `read_only` it has only its own ends of the pipes, so that it sees when the host closes its own. `wrap` is a command that starts it.
     """
 
     def __init__(
@@ -28,6 +28,7 @@ class AgentProcess:
         binary: Path | None = None,
         read_only: bool = False,
         stream: socket.socket | None = None,
+        wrap: Sequence[str] = (),
     ) -> None:
         self.home = folder / "home"
         self.home.mkdir(parents=True, exist_ok=True)
@@ -40,7 +41,7 @@ class AgentProcess:
             ends += [os.open(paths[0], os.O_RDONLY), os.open(paths[1], os.O_WRONLY)]
         try:
             self.process = subprocess.Popen(
-                [binary or guest_binary(), "--home", self.home, *options],
+                [*wrap, binary or guest_binary(), "--home", self.home, *options],
                 stdin=stream or ends[-2],
                 stdout=stream or ends[-1],
                 start_new_session=True,

@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
-from sandbox.guest_process import find_processes, running_guest, wait_until, with_guest
+from sandbox.guest_process import AgentProcess, find_processes, running_guest, wait_until, with_guest
 
 from moonlet.errors import GuestFileError, SandboxNotFoundError
 from moonlet.sandbox.guest.client import Guest
@@ -392,3 +392,23 @@ def test_the_agent_stays_small_and_reaps(tmp_path: Path) -> None:
 
 def _children(pid: int) -> str:
     return Path(f"/proc/{pid}/task/{pid}/children").read_text()
+
+
+def test_time_in_which_the_machine_was_frozen_does_not_count(tmp_path: Path) -> None:
+    """As the freezer does: everything stops for longer than the command has left."""
+
+    async def run() -> None:
+        agent = AgentProcess(tmp_path)
+        try:
+            guest = await agent.open()
+            process = await guest.start(["sleep", "3600"], timeout_s=4)
+            agent.process.send_signal(signal.SIGSTOP)
+            await asyncio.sleep(5)
+            agent.process.send_signal(signal.SIGCONT)
+            assert (await guest.poll(process.command_id, wait_s=0)).is_running
+            assert (await process.wait()).timed_out
+            guest.stream.close()
+        finally:
+            assert agent.end() == 0
+
+    asyncio.run(run())

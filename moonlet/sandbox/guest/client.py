@@ -143,17 +143,18 @@ class Guest(GuestFiles):
 
     async def watch(self, path: str, *, recursive: bool = False) -> AsyncIterator[FileEvent]:
         """Changes from now on, until the iterator is closed. Raises SandboxError if so much happened that some were lost."""
-        watch = secrets.token_hex(8)
-        await self.stream.call("watch", watch=watch, path=guest_path(path), recursive=recursive)
+        watch, last = secrets.token_hex(8), 0
         try:
+            await self.stream.call("watch", watch=watch, path=guest_path(path), recursive=recursive)
             while True:
                 reply = await self.stream.call(
-                    "changes", watch=watch, wait_s=POLL_WAIT_S, timeout_s=POLL_WAIT_S + _ANSWER_S
+                    "changes", watch=watch, after=last, wait_s=POLL_WAIT_S, timeout_s=POLL_WAIT_S + _ANSWER_S
                 )
                 for item in reply.objects("events"):
                     kind = item.get("kind")
                     if isinstance(kind, str) and kind in _EVENT_KINDS:
                         yield FileEvent(str(item.get("path")), kind)  # type: ignore[arg-type]
+                last = reply.number("last")
                 if reply.flag("overflow"):
                     raise SandboxError(f"more changed below {path} than could be kept; list it and watch again")
         finally:

@@ -26,6 +26,7 @@ typedef struct {
 
 typedef struct event {
     struct event *next;
+    int64_t serial;
     const char *kind;
     char path[];
 } event;
@@ -34,12 +35,14 @@ typedef struct watch {
     struct watch *next;
     char *name, *root;
     int fd;
-    bool recursive, overflow, dead;
+    bool recursive, dead;
+    bool overflow, overflow_told; /* since it was told more may have been lost */
     folder *folders;
     size_t num_folders, room;
     event *first, *last;
     size_t num_events;
     int64_t waiter, deadline; /* -1: nobody asks */
+    int64_t serial, sent;     /* of the last event; of the last one that was told */
 } watch;
 
 static watch *watches;
@@ -52,14 +55,21 @@ static watch *find(const request *r, bool complain) {
     return NULL;
 }
 
+static void lose(watch *w) {
+    w->overflow = true;
+    w->overflow_told = false;
+}
+
 static void add_event(watch *w, const char *kind, const char *path) {
-    if (w->last && w->last->kind == kind && !strcmp(w->last->path, path)) return; /* a file that grows */
+    bool is_same = w->last && w->last->serial > w->sent && w->last->kind == kind && !strcmp(w->last->path, path);
+    if (is_same) return; /* a file that grows */
     if (w->num_events >= MAX_EVENTS) {
-        w->overflow = true;
+        lose(w);
         return;
     }
     event *e = need(calloc(1, sizeof *e + strlen(path) + 1));
     e->kind = kind;
+    e->serial = ++w->serial;
     strcpy(e->path, path);
     if (w->last) w->last->next = e;
     else w->first = e;
@@ -80,12 +90,12 @@ static bool add_folder(watch *w, const char *path) {
     char full[PATH_MAX];
     if (snprintf(full, sizeof full, "%s%s%s", w->root, *path ? "/" : "", path) >= (int)sizeof full) return false;
     if (w->num_folders >= MAX_FOLDERS) {
-        w->overflow = true;
+        lose(w);
         return false;
     }
     int number = inotify_add_watch(w->fd, full, *path ? MASK : MASK & ~IN_DONT_FOLLOW);
     if (number < 0) {
-        w->overflow = w->overflow || errno == ENOSPC;
+        if (errno == ENOSPC) lose(w);
         return false;
     }
     folder *known = find_folder(w, number);
@@ -121,7 +131,7 @@ static void add_tree(watch *w, const char *path, int depth, bool tell) {
 
 static void take(watch *w, const struct inotify_event *e) {
     char path[PATH_MAX];
-    if (e->mask & IN_Q_OVERFLOW) w->overflow = true;
+    if (e->mask & IN_Q_OVERFLOW) lose(w);
     folder *at = find_folder(w, e->wd);
     if (!at) return;
     if (e->mask & IN_IGNORED) { /* that directory is gone */
@@ -166,19 +176,21 @@ static void drop_event(watch *w) {
     free(e);
 }
 
+/* What is told stays until the next question confirms it: the host that asked may be gone. */
 static void answer(watch *w) {
     buffer *out = reply_begin(w->waiter);
     size_t begun = out->size;
+    event *e = w->first;
     buffer_print(out, ",\"events\":[");
-    for (bool first = true; w->first && out->size - begun < REPLY_BYTES; first = false) {
-        buffer_print(out, "%s{\"kind\":\"%s\",\"path\":", first ? "" : ",", w->first->kind);
-        buffer_string(out, w->first->path, strlen(w->first->path));
+    for (; e && out->size - begun < REPLY_BYTES; e = e->next) {
+        buffer_print(out, "%s{\"kind\":\"%s\",\"path\":", e == w->first ? "" : ",", e->kind);
+        buffer_string(out, e->path, strlen(e->path));
         buffer_add(out, "}", 1);
-        drop_event(w);
+        w->sent = e->serial;
     }
-    buffer_print(out, "],\"overflow\":%s", w->overflow && !w->first ? "true" : "false");
+    w->overflow_told = w->overflow && !e;
+    buffer_print(out, "],\"last\":%lld,\"overflow\":%s", (long long)w->sent, w->overflow_told ? "true" : "false");
     reply_end(out);
-    if (!w->first) w->overflow = false;
     w->waiter = -1;
 }
 
@@ -222,6 +234,9 @@ void watch_changes(const request *r) {
     double wait_s = json_number(r->fields, "wait_s", 0);
     if (!w) return;
     if (w->waiter >= 0) reply_error_id(w->waiter, EBUSY, "somebody else asked");
+    int64_t after = json_int(r->fields, "after", 0);
+    while (w->first && w->first->serial <= after) drop_event(w);
+    if (w->overflow_told && after >= w->sent) w->overflow = w->overflow_told = false;
     w->waiter = r->id;
     w->deadline = now_ms() + (int64_t)((wait_s > 0 && wait_s < 1e6 ? wait_s : 0) * 1000);
 }
