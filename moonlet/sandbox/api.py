@@ -60,7 +60,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class SandboxSpec:
-    """What to create. `allow_hosts` are names (`pypi.org`, `*.example.org`), each optionally with `:port`."""
+    """What to create. `allow_hosts` are names (`example.org`, `*.example.net`), each optionally with `:port`."""
 
     template: str = "host"
     backend: str = "auto"
