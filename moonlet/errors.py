@@ -29,11 +29,22 @@ Each message says what happened, where, and what to do about it; the command lin
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import Any
 
 
 class MoonletError(Exception):
-    """Base of all errors that a user can cause or repair."""
+    """Base of all errors that a user can cause or repair. They travel between processes with all that they know."""
+
+    def __reduce__(self) -> tuple[Callable[..., MoonletError], tuple[Any, ...]]:
+        return _rebuilt, (type(self), self.args, self.__dict__)
+
+
+def _rebuilt(kind: type[MoonletError], args: tuple[Any, ...], known: dict[str, Any]) -> MoonletError:
+    """An unpickled error: by its arguments as exceptions keep them, which are not those of its constructor."""
+    error = kind.__new__(kind, *args)
+    error.__dict__.update(known)
+    return error
 
 
 class ConfigError(MoonletError):

@@ -28,6 +28,7 @@ from sandbox.scripted_backend import ScriptedBackend
 
 from moonlet.errors import SandboxError, SandboxLimitError, SandboxNotFoundError, SandboxStateError
 from moonlet.sandbox.api import SandboxSpec, State
+from moonlet.sandbox.lifecycle.box import Box
 from moonlet.sandbox.local import LocalSandbox
 from moonlet.sandbox.manager import Manager
 
@@ -112,9 +113,8 @@ async def _do(manager: Manager, folder: Path, kind: str, name: str, value: bytes
 async def _look(manager: Manager, folder: Path) -> dict[str, State]:
     """What is there, once nothing moves any more; fails unless disk, processes and records say the same."""
     core = manager._core
-    for box in [*core.boxes.values()]:
-        while box.task is not None or (box.state == State.RUNNING and (box.deadline or 1e99) < 1e9 and _is_due(box)):
-            await asyncio.sleep(0.005)
+    while any(map(_moves, core.boxes.values())):
+        await asyncio.sleep(0.005)
     wanted = set()
     for box in core.boxes.values():
         wanted.add(f"sandboxes/{box.id}")
@@ -134,10 +134,9 @@ async def _look(manager: Manager, folder: Path) -> dict[str, State]:
     return states
 
 
-def _is_due(box: Any) -> bool:
-    import time
-
-    return box.deadline is not None and box.deadline <= time.monotonic() and box.retry_at <= time.monotonic()
+def _moves(box: Box) -> bool:
+    """Whether a transition runs, or will: only `expire` gives a sandbox an end."""
+    return box.task is not None or (box.state == State.RUNNING and box.deadline is not None)
 
 
 def _frame(value: Any) -> bytes:
