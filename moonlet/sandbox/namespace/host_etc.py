@@ -25,9 +25,17 @@ def own_files(hostname: str) -> dict[str, str]:
     }
 
 
-@cache
 def shared_etc() -> Path:
     """Its folder, named by its content: machines that run keep theirs when the host's files change. Raises OSError."""
+    found = _made()
+    if not found.is_dir():  # somebody emptied the cache
+        _made.cache_clear()
+        found = _made()
+    return found
+
+
+@cache
+def _made() -> Path:
     root = _folder()
     unfinished = Path(tempfile.mkdtemp(prefix=".etc-", dir=root))
     try:
@@ -48,10 +56,15 @@ def shared_etc() -> Path:
         shutil.rmtree(unfinished)
 
 
+@cache
 def _folder() -> Path:
+    """Below $XDG_CACHE_HOME/moonlet or ~/.cache/moonlet; a temporary folder where that cannot be written."""
     root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "moonlet" / "sandbox"
-    root.mkdir(parents=True, exist_ok=True)
-    return root
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+    except OSError:
+        return Path(tempfile.mkdtemp(prefix="moonlet-etc-"))
+    return root if os.access(root, os.W_OK) else Path(tempfile.mkdtemp(prefix="moonlet-etc-"))
 
 
 def _digest(folder: Path) -> str:
