@@ -240,6 +240,7 @@ def test_logs_and_metrics_of_a_sandbox(service, box) -> None:
         ({"templateID": "base", "volumeMounts": [{"name": "v", "path": "/v"}]}, "volumeMounts"),
         ({"templateID": "base", "network": {"allowOut": ["10.0.0.0/8"]}}, "by name"),
         ({"templateID": "x" * 300}, "templateID"),
+        ({"templateID": "base", "metadata": {"a": "x" * 200_000}}, "characters"),
     ],
 )
 def test_wrong_requests_say_what_is_wrong(service, body, words) -> None:
@@ -258,7 +259,9 @@ def test_hosts_that_may_be_reached_are_shown_and_refusals_are_audited(tmp_path) 
     backend = ScriptedBackend()
     backend.caps = dataclasses.replace(scripted_caps(), network=True)
     with ServiceThread(tmp_path / "state", backend) as service:
-        box = service.create(network={"allowOut": ["packages.example.org", "*.example.org:443"]}, allow_internet_access=True)
+        box = service.create(
+            network={"allowOut": ["packages.example.org", "*.example.org:443"]}, allow_internet_access=True
+        )
         network = service.client.get(box.path).json()["network"]
         assert network["allowOut"] == ["packages.example.org", "*.example.org:443"]
         assert service.client.put(f"{box.path}/network", json=network).status_code == 204
@@ -275,6 +278,8 @@ def test_hosts_that_may_be_reached_are_shown_and_refusals_are_audited(tmp_path) 
 
 def test_what_the_service_does_not_do_it_says(service, box) -> None:
     assert service.client.post(f"{box.path}/connect", json={"memory": False}).status_code == 400
+    for name in ("", "../x", "a/../b", "a b", "\n", "x" * 200):
+        assert service.client.post(f"{box.path}/snapshots", json={"name": name}).status_code == 400, name
     assert service.client.post("/v3/templates", json={}).status_code == 501
     assert service.client.get("/volumes").status_code == 404
     assert service.client.post(f"{box.path}/fork", json={"count": 1000}).status_code == 400

@@ -178,6 +178,7 @@ class Dispatcher:
         else:
             answer = unauthorized("send the service's API key as X-API-Key")
         if answer is not None:
+            self._service.metrics.refused.labels(str(answer.status_code)).inc()
             await answer(scope, receive, send)
             return
         app = self._control if target is None else self._traffic
@@ -296,6 +297,7 @@ def _server(app: FastAPI, config: ServerConfig) -> Any:
         http="h11",
         log_level="warning",
         access_log=False,
+        proxy_headers=False,  # else a client chooses the address under which it is audited
         server_header=False,
         timeout_graceful_shutdown=max(1, round(config.grace_s)),
         timeout_keep_alive=60,
@@ -309,12 +311,22 @@ async def _stop_when(stop: asyncio.Event, service: Service, server: Any) -> None
     server.should_exit = True
 
 
+_KEEPALIVE = (
+    (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 60),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 15),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 4),
+)
+
+
 def _listen(host: str, port: int) -> socket.socket:
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         # With the protocol named, asyncio turns off Nagle's algorithm; else each answer waits 40 ms for the client's ACK.
         listener = socket.socket(family, kind, protocol)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        for level, option, value in _KEEPALIVE:  # connections inherit it: a client whose machine is gone is noticed
+            listener.setsockopt(level, option, value)
         listener.bind(address)
         listener.listen(1024)
     except OSError as error:

@@ -20,6 +20,7 @@ class Bounds:
     message_bytes: int = 8 << 20  # one message of the processes and files API; files themselves have no bound
     metadata_entries: int = 128
     env_entries: int = 1024
+    mapping_chars: int = 128 << 10  # of all names and values together, of metadata and of variables
     fork_count: int = 64
     page: int = 100
     streams: int = 256  # open at once per sandbox

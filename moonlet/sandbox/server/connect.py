@@ -21,6 +21,7 @@ from moonlet.errors import (
 )
 from moonlet.sandbox.envelope import END, EnvelopeError, EnvelopeReader, envelope, parse_message
 
+SILENCE_S = 120.0  # a client that sends nothing for so long has gone without a word
 STREAM_TYPE = "application/connect+json"
 STATUS = {
     "canceled": 499,
@@ -84,10 +85,24 @@ def as_connect_error(error: Exception) -> ConnectError:
     return ConnectError("internal", "the service failed; its log says how")
 
 
+async def read_chunks(request: Request) -> AsyncIterator[bytes]:
+    """The body as it comes. Raises ConnectError(deadline_exceeded) if the client falls silent in its middle."""
+    chunks = request.stream()
+    while True:
+        try:
+            async with asyncio.timeout(SILENCE_S):
+                chunk = await anext(chunks)
+        except StopAsyncIteration:
+            return
+        except TimeoutError:
+            raise ConnectError("deadline_exceeded", f"nothing more of the body came for {SILENCE_S:.0f} s") from None
+        yield chunk
+
+
 async def read_body(request: Request, limit: int) -> bytes:
     """The whole body; ConnectError(resource_exhausted) as soon as it is longer than `limit` bytes."""
     body = bytearray()
-    async for chunk in request.stream():
+    async for chunk in read_chunks(request):
         body += chunk
         if len(body) > limit:
             raise ConnectError("resource_exhausted", f"the body is larger than {limit} bytes")

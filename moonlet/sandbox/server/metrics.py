@@ -56,6 +56,12 @@ class Metrics:
         self._failures = TotalCounter(
             "moonlet_sandbox_failures", "Operations that failed", ["operation", "reason"], registry=self.registry
         )
+        self.refused = TotalCounter(
+            "moonlet_sandbox_refused",
+            "Requests turned away before they were looked at",
+            ["status"],
+            registry=self.registry,
+        )
         self.streams = Gauge("moonlet_sandbox_streams", "Streams that are open", registry=self.registry)
         self.lost_audit_lines = Gauge(
             "moonlet_sandbox_audit_lines_lost", "Audit lines that could not be written", registry=self.registry

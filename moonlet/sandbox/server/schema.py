@@ -77,7 +77,7 @@ class Fork(BaseModel):
 
 
 class NewSnapshot(BaseModel):
-    name: str | None = Field(default=None, max_length=128)
+    name: str | None = Field(default=None, max_length=128, pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]*([.:/][A-Za-z0-9_-]+)*$")
     memory: bool | None = None
 
 
@@ -89,6 +89,9 @@ def spec_of(body: NewSandbox, config: ServerConfig, default_ttl_s: float) -> San
     bounds = config.bounds
     if len(body.metadata) > bounds.metadata_entries or len(body.envVars) > bounds.env_entries:
         raise ConfigError(f"at most {bounds.metadata_entries} metadata entries and {bounds.env_entries} variables")
+    for what, mapping in (("metadata", body.metadata), ("envVars", body.envVars)):
+        if sum(len(key) + len(value) for key, value in mapping.items()) > bounds.mapping_chars:
+            raise ConfigError(f"{what} holds more than {bounds.mapping_chars} characters")
     for name in body.envVars:
         if not name or "=" in name or "\0" in name + body.envVars[name]:
             raise ConfigError(f"{name!r} cannot be an environment variable")
@@ -114,7 +117,9 @@ def allow_hosts(network: Network | None) -> list[str]:
     hosts = network.allowOut if network else []
     for host in hosts:
         if "/" in host or not host or any(character.isspace() for character in host):
-            raise ConfigError(f"'{host}' in allowOut: this service allows hosts by name (packages.example.org, *.example.org:443)")
+            raise ConfigError(
+                f"'{host}' in allowOut: this service allows hosts by name (packages.example.org, *.example.org:443)"
+            )
     return hosts
 
 

@@ -51,7 +51,7 @@ async def read_model(request: Request, kind: type[Model]) -> Model:
     try:
         body = await read_body(request, limit)
     except ConnectError as error:
-        raise ApiError(413, str(error)) from None
+        raise ApiError(408 if error.code == "deadline_exceeded" else 413, str(error)) from None
     try:
         return kind.model_validate_json(body or b"{}")
     except ValidationError as error:

@@ -10,7 +10,7 @@ from fastapi import Request
 from python_multipart.exceptions import MultipartParseError
 from python_multipart.multipart import MultipartParser, parse_options_header
 
-from moonlet.sandbox.server.connect import ConnectError
+from moonlet.sandbox.server.connect import ConnectError, read_chunks
 
 PIECE_BYTES = 256 << 10
 MAX_HEADER_BYTES = 4096 + 256  # a path, and what surrounds it
@@ -21,7 +21,7 @@ async def read_stream(request: Request) -> AsyncIterator[bytes]:
     """The body, unpacked if its `Content-Encoding` is gzip."""
     encoding = request.headers.get("content-encoding", "identity").strip().lower()
     if encoding in ("", "identity"):
-        async for chunk in request.stream():
+        async for chunk in read_chunks(request):
             if chunk:
                 yield chunk
     elif encoding == "gzip":
@@ -34,7 +34,7 @@ async def read_stream(request: Request) -> AsyncIterator[bytes]:
 async def _gunzip(request: Request) -> AsyncIterator[bytes]:
     unpacker = zlib.decompressobj(wbits=31)
     try:
-        async for chunk in request.stream():
+        async for chunk in read_chunks(request):
             while chunk:
                 if unpacker.eof:  # gzip files may be several in a row
                     unpacker = zlib.decompressobj(wbits=31)
