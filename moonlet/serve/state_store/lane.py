@@ -72,7 +72,7 @@ class Lane:
         if not job.done():
             with self._lock:
                 self._abandoned = job
-            self._note_failure(f"no answer after {deadline_s:g} s")
+            self._note_failure(f"no answer after {deadline_s:.3g} s")
             raise LaneLateError(self.name)
         return self._result(job.result)
 
