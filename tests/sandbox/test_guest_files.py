@@ -240,6 +240,9 @@ def test_a_download_that_breaks_off_leaves_the_old_file(tmp_path: Path) -> None:
         (tmp_path / "target").write_text("old")
         assert await _code(guest.download("absent", tmp_path / "target")) == "ENOENT"
         await guest.write_file("there", b"x")
+        for unreadable in (tmp_path / "absent", tmp_path):
+            with pytest.raises(StorageError, match="cannot read"):
+                await guest.upload(unreadable, "there")
         with pytest.raises(StorageError, match="cannot write"):
             await guest.download("there", tmp_path / "no folder" / "target")
         assert (tmp_path / "target").read_text() == "old"

@@ -12,6 +12,7 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/prctl.h>
+#include <sys/reboot.h>
 #include <sys/resource.h>
 #include <sys/stat.h>
 #include <sys/wait.h>
@@ -177,5 +178,9 @@ int main(int argc, char **argv) {
     options.owns_machine = getpid() == 1 || options.init;
     stream_open();
     run_loop();
+    if (options.init) { /* the kernel would panic without its first program */
+        sync();
+        reboot(RB_POWER_OFF);
+    }
     return 0;
 }

@@ -117,9 +117,12 @@ class GuestFiles:
         await self.upload(pieces(), path, mode=mode)
 
     async def upload(self, source: Path | AsyncIterator[bytes], path: str, *, mode: int | None = None) -> None:
-        """A local file, or pieces of any size, streamed to a temporary name that gets its own at the end."""
+        """A local file, or pieces of any size, streamed to a temporary name that gets its own at the end.
+
+        Raises StorageError if the local file cannot be read.
+        """
         if isinstance(source, Path):
-            mode = os.stat(source).st_mode & 0o777 if mode is None else mode
+            mode = _local_mode(source) if mode is None else mode
             source = _local_pieces(source)
         path = guest_path(path)
         reply = await self.stream.call("begin", path=path)
@@ -205,7 +208,17 @@ def _mode(mode: int | None) -> int:
     return -1 if mode is None else mode & 0o7777
 
 
+def _local_mode(source: Path) -> int:
+    try:
+        return os.stat(source).st_mode & 0o777
+    except OSError as error:
+        raise StorageError(f"cannot read {source}: {error.strerror}; check the path") from error
+
+
 async def _local_pieces(source: Path) -> AsyncIterator[bytes]:
-    with await asyncio.to_thread(open, source, "rb") as file:
-        while piece := await asyncio.to_thread(file.read, _LOCAL_BYTES):
-            yield piece
+    try:
+        with await asyncio.to_thread(open, source, "rb") as file:
+            while piece := await asyncio.to_thread(file.read, _LOCAL_BYTES):
+                yield piece
+    except OSError as error:
+        raise StorageError(f"cannot read {source}: {error.strerror or error}; check the path") from error

@@ -35,7 +35,7 @@ static struct {
 /* -- starting ----------------------------------------------------------------------------------------------------- */
 static void limit(int what, int64_t amount) {
     struct rlimit r = {(rlim_t)amount, (rlim_t)amount};
-    if (amount > 0) setrlimit((__rlimit_resource_t)what, &r);
+    if (amount > 0) setrlimit(what, &r);
 }
 
 static int run_program(const launch *l) {

@@ -15,6 +15,7 @@
 #define MAX_WATCHES 64
 #define MAX_FOLDERS 8192 /* of one watch */
 #define MAX_EVENTS 4096
+#define MAX_EVENT_BYTES (1 << 20) /* of their paths */
 #define MAX_DEPTH 64
 #define REPLY_BYTES (512 << 10)
 #define MASK (IN_CREATE | IN_MODIFY | IN_ATTRIB | IN_DELETE | IN_MOVED_FROM | IN_MOVED_TO | IN_ONLYDIR | IN_DONT_FOLLOW | IN_EXCL_UNLINK)
@@ -40,7 +41,7 @@ typedef struct watch {
     folder *folders;
     size_t num_folders, room;
     event *first, *last;
-    size_t num_events;
+    size_t num_events, event_bytes;
     int64_t waiter, deadline; /* -1: nobody asks */
     int64_t serial, sent;     /* of the last event; of the last one that was told */
 } watch;
@@ -63,7 +64,7 @@ static void lose(watch *w) {
 static void add_event(watch *w, const char *kind, const char *path) {
     bool is_same = w->last && w->last->serial > w->sent && w->last->kind == kind && !strcmp(w->last->path, path);
     if (is_same) return; /* a file that grows */
-    if (w->num_events >= MAX_EVENTS) {
+    if (w->num_events >= MAX_EVENTS || w->event_bytes + strlen(path) > MAX_EVENT_BYTES) {
         lose(w);
         return;
     }
@@ -75,6 +76,7 @@ static void add_event(watch *w, const char *kind, const char *path) {
     else w->first = e;
     w->last = e;
     w->num_events++;
+    w->event_bytes += strlen(path);
 }
 
 static const char created[] = "create", written[] = "write", removed[] = "remove", renamed[] = "rename", changed[] = "chmod";
@@ -173,6 +175,7 @@ static void drop_event(watch *w) {
     w->first = e->next;
     if (!w->first) w->last = NULL;
     w->num_events--;
+    w->event_bytes -= strlen(e->path);
     free(e);
 }
 
