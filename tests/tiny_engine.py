@@ -13,6 +13,7 @@ from moonlet.ops.backend import kernels
 from moonlet.serve.engine import Engine, EngineConfig
 from moonlet.serve.scheduler import SchedulerConfig
 from moonlet.serve.sequence import Request
+from moonlet.serve.state_store import StateStore
 
 VOCAB, BLOCK, PAGE = 200, 8, 32
 
@@ -57,3 +58,8 @@ def check_empty(served: Engine) -> None:
     assert served.pool.num_free == served.config.num_pages - 1 - len(held)
     for page in held:
         assert served.pool.references(page) == sum(node.page == page for node in served.cache.nodes.values())
+
+
+def engine_over(model: K3, store: StateStore, mode: str = "replay", **changes) -> Engine:
+    """An engine with an external store."""
+    return Engine(model, engine(model, mode, **changes).config, store=store)

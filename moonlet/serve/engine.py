@@ -14,12 +14,15 @@ from torch import Tensor
 
 from moonlet.errors import ConfigError, MoonletError, NonFiniteError, RequestError
 from moonlet.model.k3 import K3
+from moonlet.serve.outside import StoredPrefixes
 from moonlet.serve.pages import OutOfPagesError, PagePool, pages_for
-from moonlet.serve.prefix_cache import Node, Outside, PrefixCache
+from moonlet.serve.prefix_cache import Node, PrefixCache
 from moonlet.serve.runner import Runner
 from moonlet.serve.sampler import draw
 from moonlet.serve.scheduler import Scheduler, SchedulerConfig
 from moonlet.serve.sequence import Completion, Finish, Request, Sequence, TokenEvent
+from moonlet.serve.state_record import compute_model_id
+from moonlet.serve.state_store import StateStore
 
 Mode = Literal["recurrent", "replay"]
 
@@ -71,7 +74,11 @@ class EngineCounters:
 
 
 class Engine:
-    """Not thread-safe: one thread submits, steps and updates (`serve/engine_thread.py` is that thread)."""
+    """Not thread-safe: one thread submits, steps and updates (`serve/engine_thread.py` is that thread).
+
+    Args:
+        store: where prefixes go that the cache forgets, and come from that it misses.
+    """
 
     def __init__(
         self,
@@ -79,14 +86,14 @@ class Engine:
         config: EngineConfig = EngineConfig(),
         *,
         weights_version: int = 0,
-        make_outside: Callable[[Engine], Outside] | None = None,
+        store: StateStore | None = None,
     ) -> None:
         self.model, self.config, self.weights_version = model, config, weights_version
         self.pool = PagePool(model, config.num_pages, config.page_rows)
         self.runner = Runner(model, self.pool, replay=config.mode == "replay")
         self.scheduler = Scheduler(config.scheduler, config.hash_block)
-        self.model_id = _model_id(model)
-        outside = None if make_outside is None else make_outside(self)
+        self.model_id = compute_model_id(model)
+        outside = None if store is None else StoredPrefixes(self, store)
         self.cache = PrefixCache(self.pool, config.hash_block, self._root(), config.checkpoint_bytes, outside)
         self.pool.evict = self.cache.evict
         self.counters = EngineCounters()
@@ -300,7 +307,7 @@ class Engine:
                 target.copy_(weights[name])
         for sequence in self.scheduler.running:
             sequence.turn = None
-        self.weights_version = version
+        self.weights_version, self.model_id = version, compute_model_id(self.model)
         self.cache.clear(self._root())
 
     # -- the simplest use -----------------------------------------------------------------------------------------------
@@ -340,10 +347,6 @@ class Collector:
 
 def _order(sequence: Sequence) -> tuple[int, float]:
     return sequence.request.priority, sequence.submitted_at
-
-
-def _model_id(model: K3) -> str:
-    return hashlib.sha256(model.config.model_dump_json().encode()).hexdigest()[:16]
 
 
 def _check_fit(model: K3, weights: Mapping[str, Tensor]) -> None:
