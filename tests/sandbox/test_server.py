@@ -14,6 +14,7 @@ from sandbox.service_thread import SandboxClient, ServiceThread, output_of, wait
 
 from moonlet.errors import StorageError
 from moonlet.sandbox.api import State
+from moonlet.sandbox.template.directory import DirectorySource
 
 
 @pytest.fixture(scope="module")
@@ -286,8 +287,17 @@ def test_what_the_service_does_not_do_it_says(service, box) -> None:
     assert service.client.post("/health").status_code == 405
 
 
-def test_templates_are_listed(service) -> None:
-    assert service.client.get("/templates").status_code == 200
+def test_templates_are_listed_used_and_deleted(service, tmp_path) -> None:
+    (tmp_path / "files").mkdir()
+    (tmp_path / "files" / "hello").write_text("world")
+    built = service.call(service.manager.templates.build("mine", DirectorySource(tmp_path / "files")))
+    (listed,) = service.client.get("/templates").json()
+    assert (listed["templateID"], listed["names"], listed["buildStatus"]) == (built.id, ["mine"], "ready")
+    box = service.create(templateID="mine")
+    assert box.body["templateID"] == "mine"
+    service.client.delete(box.path)
+    assert [service.client.delete("/templates/mine").status_code for _ in range(2)] == [204, 404]
+    assert service.client.get("/templates").json() == []
 
 
 def test_a_snapshot_without_memory_is_only_made_where_there_is_none(tmp_path) -> None:

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import base64
 import binascii
-import inspect
 import time
-from collections.abc import Callable
 from typing import Any
 from urllib.parse import parse_qsl, unquote
 
@@ -15,11 +12,12 @@ from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 
 from moonlet.errors import SandboxError, SandboxNotFoundError, SandboxStateError, TemplateError
-from moonlet.sandbox.api import SandboxInfo, State
+from moonlet.sandbox.api import Limits, SandboxInfo, State
 from moonlet.sandbox.server import schema
 from moonlet.sandbox.server.answers import ApiError, describe_error
 from moonlet.sandbox.server.auth import is_sandbox_id
 from moonlet.sandbox.server.service import Service, peer_of, read_model, service_of, unless_gone
+from moonlet.sandbox.template.store import TemplateInfo
 
 router = APIRouter()
 
@@ -303,35 +301,31 @@ async def list_snapshots(request: Request) -> Response:
 
 @router.get("/templates", response_model=None)
 async def list_templates(request: Request) -> Response:
-    store = service_of(request).manager.templates
-    templates = await _maybe_async(store.list) if hasattr(store, "list") else []
+    templates = await service_of(request).manager.templates.list()
     return JSONResponse([_template_body(template) for template in templates])
 
 
-async def _maybe_async(call: Callable[..., Any], *args: Any) -> Any:
-    result = await asyncio.to_thread(call, *args)
-    return await result if inspect.isawaitable(result) else result
-
-
-def _template_body(template: Any) -> dict[str, Any]:
-    stamp = schema.rfc3339(getattr(template, "created_at", 0.0))
+def _template_body(template: TemplateInfo) -> dict[str, Any]:
+    """Sizes of machines are chosen per sandbox, so those of a template are only what a sandbox gets by default."""
+    limits = Limits()
     return {
         "templateID": template.id,
-        "names": [template.name],
-        "aliases": [template.name],
+        "names": list(template.names),
+        "aliases": list(template.names),
         "buildID": template.id,
         "buildStatus": "ready",
         "buildCount": 1,
         "cpuCount": 1,
-        "memoryMB": 512,
-        "diskSizeMB": 2048,
+        "memoryMB": limits.memory_bytes >> 20,
+        "diskSizeMB": limits.disk_bytes >> 20,
         "envdVersion": schema.ENVD_VERSION,
         "public": False,
-        "createdAt": stamp,
-        "updatedAt": stamp,
+        "createdAt": schema.rfc3339(template.created_at),
+        "updatedAt": schema.rfc3339(template.created_at),
         "createdBy": None,
-        "lastSpawnedAt": None,
+        "lastSpawnedAt": schema.rfc3339(template.used_at),
         "spawnCount": 0,
+        "moonlet": {"source": template.source, "num_bytes": template.num_bytes},
     }
 
 
@@ -342,10 +336,8 @@ async def delete_template(request: Request, template_id: str) -> Response:
     try:
         await manager.delete_snapshot(template_id)
     except SandboxNotFoundError:
-        if not hasattr(manager.templates, "remove"):
-            raise
         try:
-            await _maybe_async(manager.templates.remove, template_id)
+            await manager.templates.remove(template_id)
         except TemplateError as error:
             raise ApiError(404, str(error)) from None
     _note(request, "delete_template", "", template=template_id)
