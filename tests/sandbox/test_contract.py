@@ -17,6 +17,8 @@ import pytest
 
 from moonlet.errors import GuestFileError, SandboxDiedError, SandboxError, SandboxNotFoundError, SandboxStateError
 from moonlet.sandbox.api import ExecResult, FailReason, Limits, Sandbox, State
+from moonlet.sandbox.choose import make_backend
+from moonlet.sandbox.state_dir import label_of
 from tests.sandbox.conftest import Bench
 
 MIB = 1 << 20
@@ -510,14 +512,7 @@ def test_machines_outlive_their_service(bench: Bench, tmp_path: Path, state: str
     from moonlet.sandbox.local import LocalSandbox
     from moonlet.sandbox.manager import Manager, ServiceConfig
 
-    words = [sys.executable, "-c", _SERVICE, str(tmp_path / "s"), bench.backend, COUNT, state]
-    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as service:
-        assert service.stdout is not None
-        sandbox_id = service.stdout.readline().strip()
-        service.kill()
-    assert sandbox_id, "the service did not start"
-
-    async def work() -> None:
+    async def work(sandbox_id: str) -> None:
         async with Manager(ServiceConfig(tmp_path / "s", backend=bench.backend)) as manager:
             box = LocalSandbox(manager, sandbox_id)
             assert (await box.info()).state == State(state)
@@ -527,5 +522,14 @@ def test_machines_outlive_their_service(bench: Bench, tmp_path: Path, state: str
             assert len(await box.read_file("five")) == 5_000_000
             await box.destroy()
 
-    asyncio.run(work())
-    assert traces(bench, sandbox_id) == []
+    words = [sys.executable, "-c", _SERVICE, str(tmp_path / "s"), bench.backend, COUNT, state]
+    try:
+        with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as service:
+            assert service.stdout is not None
+            sandbox_id = service.stdout.readline().strip()
+            service.kill()
+        assert sandbox_id, "the service did not start"
+        asyncio.run(work(sandbox_id))
+        assert traces(bench, sandbox_id) == []
+    finally:  # a failed test leaves no machine behind
+        asyncio.run(make_backend(bench.backend).sweep(label_of(tmp_path / "s"), set()))
