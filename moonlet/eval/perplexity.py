@@ -143,10 +143,11 @@ def evaluating(model: K3) -> Iterator[None]:
 def carry_over(state: DecodeState, num_rows: int) -> DecodeState:
     """The first `num_rows` sequences of `state`: KDA layers as they are, MLA layers empty."""
     layers = [
-        KDAState(*(part[:num_rows] for part in (layer.recurrent, layer.conv_q, layer.conv_k, layer.conv_v)))
+        KDAState.of_tensors([part[:num_rows] for part in layer.tensors()])
         if isinstance(layer, KDAState)
         else MLAState(layer.rows[:num_rows])
         for layer in state.layers
+        if isinstance(layer, KDAState | MLAState)
     ]
     return replace(state, layers=layers)
 

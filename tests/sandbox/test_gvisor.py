@@ -129,7 +129,7 @@ def test_three_generations_lose_nothing(tmp_path: Path) -> None:
         machine = await made.launch("a")
         guest = await made.guest(machine)
         await guest.write_file("/workspace/data", data)
-        await guest.exec("exec 9> /tmp/gone; echo kept >&9; rm /tmp/gone; cp /workspace/data /root/data")
+        await guest.exec("exec 9> /tmp/gone; echo kept >&9; rm /tmp/gone; cp /workspace/data /etc/data")
         await start_counter(guest)
         for generation in range(3):
             before = await count(guest)
@@ -140,7 +140,7 @@ def test_three_generations_lose_nothing(tmp_path: Path) -> None:
             machine = await made.backend.restore(made.spec("a"), made.live(f"a{generation}"), image)
             guest = await made.guest(machine)
             assert await guest.read_file("/workspace/data") == data
-            assert await guest.read_file("/root/data") == data
+            assert await guest.read_file("/etc/data") == data
             assert await counts_on(guest, before) > before
             assert (await guest.process("counter")).command_id
 

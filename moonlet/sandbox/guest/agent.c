@@ -156,7 +156,8 @@ static void prepare_process(void) {
     sigaddset(&blocked, SIGTERM);
     sigprocmask(SIG_SETMASK, &blocked, NULL);
     signal(SIGCHLD, on_signal);
-    signal(SIGTERM, on_signal);
+    /* A guest may signal its first process; only the host ends it, by SIGKILL. */
+    signal(SIGTERM, getpid() == 1 ? SIG_IGN : on_signal);
     signal(SIGPIPE, SIG_IGN);
     signal(SIGHUP, SIG_IGN);
     signal(SIGXFSZ, SIG_IGN); /* a write beyond the limit on files is an error of its request */
