@@ -278,6 +278,12 @@ def test_the_agent_cannot_be_looked_into(bench: Bench, box: Sandbox) -> None:
     assert sh(bench, box, "echo alive").text == "alive\n"
 
 
+def test_a_guest_cannot_end_its_machine_by_a_signal(bench: Bench, box: Sandbox) -> None:
+    for name in ("TERM", "INT", "HUP", "USR1", "KILL"):
+        sh(bench, box, f"kill -{name} 1")
+    assert sh(bench, box, "echo alive").text == "alive\n"
+
+
 def test_devices_of_the_host_keep_their_modes(bench: Bench, box: Sandbox) -> None:
     before = os.stat("/dev/null")
     sh(bench, box, "chmod 000 /dev/null; touch -d 2001-01-01 /dev/zero; rm -f /dev/urandom; mknod disk b 254 0")
