@@ -286,6 +286,43 @@ def test_a_machine_whose_pause_fails_goes_on() -> None:
     run_virtually(run())
 
 
+def test_a_full_service_is_waited_for_in_a_resume_too() -> None:
+    errors: list[Exception] = []
+
+    async def run() -> None:
+        host = ScriptedHost(fault=lambda operation: errors.pop(0) if errors and operation == "resume" else None)
+        async with Pool(host.create, PoolConfig(max_running=1, warm=0)) as pool, pool.lease(SPEC) as lease:
+            errors[:] = [SandboxLimitError("full", 30.0)] * 3
+            other = asyncio.create_task(pool.run(lambda lease: lease.sandbox.exec("work"), SPEC))
+            async with lease.idle():
+                await other
+            await lease.sandbox.exec("work")
+            assert errors == [] and asyncio.get_running_loop().time() > 90
+
+    run_virtually(run())
+
+
+def test_a_lease_that_is_cancelled_does_not_wait_for_a_full_service() -> None:
+    async def run() -> None:
+        host = ScriptedHost(fault=random_faults(1, 1.0, lambda: SandboxLimitError("full", 30.0), "resume"))
+
+        async def first(pool: Pool) -> None:
+            async with pool.lease(SPEC) as lease, lease.idle():
+                await asyncio.sleep(20)
+
+        async with Pool(host.create, PoolConfig(max_running=1, warm=0)) as pool:
+            waiting = asyncio.create_task(first(pool))
+            await asyncio.sleep(2)
+            await pool.run(lambda lease: lease.sandbox.exec("work"), SPEC)
+            await asyncio.sleep(60)
+            waiting.cancel()
+            before = asyncio.get_running_loop().time()
+            await asyncio.wait([waiting])
+            assert asyncio.get_running_loop().time() < before + 5 and not host.alive
+
+    run_virtually(run())
+
+
 def test_a_cancelled_idle_is_resumed_by_name() -> None:
     async def run() -> None:
         host = ScriptedHost()
@@ -350,6 +387,10 @@ def test_nothing_is_left_whatever_happens_when(limits, plans, seed, faults, inte
     """Errors in bodies and setups, cancelled leases, faults of every call, and Ctrl-C at any moment."""
     config = PoolConfig(limits[0], limits[0] + limits[1], limits[2])
     dice = random.Random(seed)
+
+    def error() -> Exception:
+        return dice.choice([SandboxTimeoutError("no answer"), SandboxDiedError("gone"), SandboxLimitError("full", 7.0)])
+
     host = ScriptedHost(
         fault=random_faults(
             seed, faults, lambda: SandboxTimeoutError("no answer"), "create", "pause", "resume", "exec"

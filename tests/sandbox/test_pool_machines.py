@@ -36,7 +36,7 @@ async def agent(lease: Lease, number: int, turns: int = 3) -> None:
             await asyncio.sleep(0.05)
 
 
-@pytest.fixture(params=["scripted", "namespace"])
+@pytest.fixture(params=["scripted", "namespace", pytest.param("gvisor", marks=pytest.mark.slow)])
 def backend(request: pytest.FixtureRequest, require_backend: Callable[[str], Caps]) -> str:
     if request.param != "scripted":
         require_backend(request.param)

@@ -297,9 +297,9 @@ class Pool:
 
     async def _resume(self, machine: Machine) -> None:
         try:
-            await machine.sandbox.resume()
+            await self._workshop.when_admitted(machine.sandbox.resume)
             self._workshop.counts["resumes"] += 1
-        except BaseException:
+        except Exception:
             machine.has_turn = False
             self._turns.release()
             raise
@@ -318,6 +318,8 @@ class Pool:
 
     async def _end(self, machine: Machine) -> None:
         if machine.change:
+            if not machine.is_pausing:
+                machine.change.cancel()  # a resume may wait long for a full service; the turn is kept till the end
             await asyncio.wait([machine.change])
         await self._workshop.destroy(machine.sandbox)
         self._machines.discard(machine)

@@ -9,6 +9,7 @@ import random
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field, replace
+from typing import TypeVar
 
 from moonlet.errors import (
     SandboxDiedError,
@@ -24,6 +25,7 @@ log = logging.getLogger(__name__)
 
 CreateSandbox = Callable[[SandboxSpec], Awaitable[Sandbox]]
 Setup = Callable[[Sandbox], Awaitable[None]]
+Result = TypeVar("Result")
 
 POOL_METADATA = "moonlet-pool"
 INFRASTRUCTURE = (SandboxTimeoutError, SandboxDiedError, SandboxLimitError)  # worth another try
@@ -118,19 +120,21 @@ class Workshop:
                 self.counts["destroyed"] += 1
                 return
 
-    async def _create_one(self, spec: SandboxSpec) -> Sandbox:
-        """Create, waiting as long as the service says that it is full."""
-        metadata = {**spec.metadata, POOL_METADATA: self._config.name}
-        own = replace(spec, ttl_s=self._config.orphan_ttl_s, on_timeout="kill", metadata=metadata)
+    async def when_admitted(self, work: Callable[[], Awaitable[Result]]) -> Result:
+        """The result of `work`, begun again for as long as the service says that it is full."""
         while not self._closing.is_set():
             try:
-                sandbox = await self._create(own)
+                return await work()
             except SandboxLimitError as error:
                 await self._wait(error.retry_after_s)
-            else:
-                self.counts["created"] += 1
-                return sandbox
         raise closed()
+
+    async def _create_one(self, spec: SandboxSpec) -> Sandbox:
+        metadata = {**spec.metadata, POOL_METADATA: self._config.name}
+        own = replace(spec, ttl_s=self._config.orphan_ttl_s, on_timeout="kill", metadata=metadata)
+        sandbox = await self.when_admitted(lambda: self._create(own))
+        self.counts["created"] += 1
+        return sandbox
 
     async def _set_up(self, sandbox: Sandbox, kind: Kind) -> None:
         if kind.setup is None:
