@@ -6,6 +6,7 @@ import ast
 import re
 import subprocess
 import sys
+import tomllib
 from functools import cache
 from pathlib import Path
 
@@ -138,3 +139,11 @@ def test_links_between_documents_exist() -> None:
 def test_tests_mirror_the_package() -> None:
     rooms = {path.parent.relative_to(ROOT / "tests") for path in _sources(".py") if path.is_relative_to(ROOT / "tests")}
     assert [str(room) for room in rooms if not (ROOT / "moonlet" / room).is_dir()] == []
+
+
+def test_an_installed_package_has_all_its_files() -> None:
+    """What is not Python is installed only where pyproject.toml names it."""
+    patterns = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]["moonlet"]
+    data = [path.relative_to(ROOT / "moonlet") for path in _tracked() if path.is_relative_to(ROOT / "moonlet")]
+    missing = [str(path) for path in data if path.suffix != ".py" and not any(path.match(name) for name in patterns)]
+    assert missing == []
