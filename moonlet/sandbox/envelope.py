@@ -54,7 +54,9 @@ class EnvelopeReader:
                 if flags & ~END:
                     raise EnvelopeError("unimplemented", "compressed messages are not accepted")
                 if length > self._limit:
-                    raise EnvelopeError("resource_exhausted", f"a message of {length} bytes, the limit is {self._limit}")
+                    raise EnvelopeError(
+                        "resource_exhausted", f"a message of {length} bytes, the limit is {self._limit}"
+                    )
                 end = start + HEADER.size + length
                 if len(self._buffer) < end:
                     break
