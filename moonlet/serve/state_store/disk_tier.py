@@ -63,12 +63,14 @@ class DiskTier(Tier):
 
     def write(self, blobs: Mapping[bytes, bytes], until: float) -> None:
         for key, blob in blobs.items():
-            grown = self._write_one(self._path(key), blob)
+            path = self._path(key)
+            is_overdue = self._written_bytes > self._max_bytes // _SLACK
+            if is_overdue or self._num_bytes + len(blob) > self._max_bytes:
+                self._make_room(path, len(blob))
+            grown = self._write_one(path, blob)
             with self._lock:
                 self._num_bytes += grown
                 self._written_bytes += len(blob)
-            if self._num_bytes > self._max_bytes or self._written_bytes > self._max_bytes // _SLACK:
-                self._make_room()
 
     def contains(self, keys: Sequence[bytes], until: float) -> set[bytes]:
         return {key for key in keys if self._path(key).is_file()}
@@ -112,19 +114,18 @@ class DiskTier(Tier):
             raise
         return len(blob) - old_size
 
-    def _make_room(self) -> None:
-        """Count what is there by now, whoever wrote it, and remove the oldest down to a little below the limit."""
-        files = sorted(self._scan())
-        total = sum(size for _, size, _ in files)
-        limit = self._max_bytes
-        if total > limit:
-            for _, size, path in files[:-1]:
-                self._evict(path)
+    def _make_room(self, path: Path, num_bytes: int) -> None:
+        """Count what is there by now, whoever wrote it, and remove the oldest until a blob of this size fits at `path`."""
+        others = sorted(file for file in self._scan() if file[2] != path)
+        total = sum(size for _, size, _ in others)
+        if total + num_bytes > self._max_bytes:
+            for _, size, other in others:
+                self._evict(other)
                 total -= size
-                if total <= limit * _KEPT:
+                if total + num_bytes <= self._max_bytes * _KEPT:
                     break
         with self._lock:
-            self._num_bytes, self._written_bytes = total, 0
+            self._num_bytes, self._written_bytes = total + _size(path), 0
         self._sweep()
 
     def _evict(self, path: Path) -> None:

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from moonlet.serve.state_store.guard import GuardedTier
 from moonlet.serve.state_store.protocol import Counters
 
 _BATCH_BYTES = 32 << 20
 _BATCH_COUNT = 64
-
-log = logging.getLogger(__name__)
 
 Place = tuple[int, bytes]  # the level that a frame goes to, and its key
 
@@ -115,7 +112,7 @@ class WriteDown:
         self._changed.notify_all()
         return True
 
-    def _wait(self, condition, until: float) -> bool:
+    def _wait(self, condition: Callable[[], bool], until: float) -> bool:
         return self._changed.wait_for(condition, max(0.0, until - time.monotonic()))
 
     def _places(self) -> list[Place]:
@@ -124,13 +121,9 @@ class WriteDown:
     def _run(self) -> None:
         while batch := self._next_batch():
             level = next(iter(batch))[0]
-            try:
-                self._sink(level, {key: frame for (_, key), frame in batch.items()})
-            except Exception:
-                log.exception("state store: a batch on its way down is lost")
-                self._counters.add(dropped=len(batch))
-            finally:
-                self._finish(level, batch)
+            frames = {key: frame for (_, key), frame in batch.items()}
+            rest = self._tiers[level].write_frames(frames, self._write_timeout_s, only_changed=True)
+            self._finish(level, batch, rest)
 
     def _next_batch(self) -> dict[Place, bytes]:
         """The oldest frames for one tier; none when the queue is closed."""
@@ -149,23 +142,26 @@ class WriteDown:
             self._in_flight = batch
             return batch
 
-    def _sink(self, level: int, frames: dict[bytes, bytes]) -> None:
-        for tier in self._tiers[level:]:
-            frames = tier.write_frames(frames, self._write_timeout_s, only_changed=True)
-            if not frames:
-                return
-        self._counters.add(dropped=len(frames))
-
-    def _finish(self, level: int, batch: Mapping[Place, bytes]) -> None:
+    def _finish(self, level: int, batch: Mapping[Place, bytes], rest: Mapping[bytes, bytes]) -> None:
         removed: set[Place] = set()
         while True:
             with self._changed:
                 unwanted = self._unwanted - removed
                 if not unwanted:
-                    self._in_flight, self._unwanted = {}, set()
-                    self._num_bytes -= sum(map(len, batch.values()))
-                    self._changed.notify_all()
+                    self._pass_on(level, batch, rest)
                     return
-            for tier in self._tiers[level:]:
-                tier.delete_many([key for _, key in unwanted], self._write_timeout_s)
+            self._tiers[level].delete_many([key for _, key in unwanted], self._write_timeout_s)
             removed |= unwanted
+
+    def _pass_on(self, level: int, batch: Mapping[Place, bytes], rest: Mapping[bytes, bytes]) -> None:
+        """Queue what the tier did not take for the next one, in place of an older frame that the tier has evicted."""
+        wanted = {key: frame for key, frame in rest.items() if (level, key) not in self._unwanted}
+        self._num_bytes -= sum(map(len, batch.values()))
+        if self._is_closed or level + 1 == len(self._tiers):
+            self._counters.add(dropped=len(wanted))
+        else:
+            for key, frame in wanted.items():
+                self._num_bytes += len(frame) - len(self._queue.pop((level + 1, key), b""))
+                self._queue[level + 1, key] = frame
+        self._in_flight, self._unwanted = {}, set()
+        self._changed.notify_all()
