@@ -42,7 +42,7 @@ class DiskTier(Tier):
         self._max_bytes = max_bytes
         self._lock = threading.Lock()
         try:
-            (root / _UNFINISHED).mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._make_folder(_UNFINISHED)
             self._num_bytes = sum(size for _, size, _ in self._scan())
             self._written_bytes = 0
             self._sweep()
@@ -94,11 +94,16 @@ class DiskTier(Tier):
         text = key.hex()
         return self.root / text[:2] / text
 
+    def _make_folder(self, name: str) -> None:
+        """A folder of the root, for the owner only, as the root is; one that is there stays as it is."""
+        self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
+        (self.root / name).mkdir(mode=0o700, exist_ok=True)
+
     def _write_one(self, path: Path, blob: bytes) -> int:
         """Write a blob; by how many bytes the directory grew."""
         unfinished = self.root / _UNFINISHED / secrets.token_hex(16)
         for folder in (path.parent, unfinished.parent):
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._make_folder(folder.name)
         handle = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
             with open(handle, "wb", buffering=0) as file:
