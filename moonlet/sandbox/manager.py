@@ -337,7 +337,7 @@ class Manager:
         check_ttl(self._core, ttl_s)
         box.touch()
         expires_at = None if ttl_s is None else time.time() + ttl_s
-        await self._core.save(box, expires_at=expires_at, spec=replace(box.row.spec, ttl_s=ttl_s))
+        await self._core.save(box, lambda row: {"spec": replace(row.spec, ttl_s=ttl_s)}, expires_at=expires_at)
 
     def touch(self, sandbox_id: str) -> None:
         """Somebody used it: the idle pause waits anew."""

@@ -39,6 +39,7 @@ class Box:
         self.row = row
         self.folder = folder
         self.lock = ReadersWriter()
+        self.saving = asyncio.Lock()  # held while the row changes, so that no change is made to a row of before
         self.template: Template | None = None
         self.machine: Machine | None = None
         self.guest: Guest | None = None

@@ -75,11 +75,12 @@ async def _save_snapshot(core: Core, box: Box, snapshot_id: str, name: str | Non
 
 async def _record(core: Core, snapshot: SnapshotInfo, folder: Path) -> None:
     try:
-        await core.write(core.records.put_snapshot, snapshot)
-    except BaseException:
+        await core.write(
+            core.records.put_snapshot, snapshot, then=lambda: core.snapshots.__setitem__(snapshot.id, snapshot)
+        )
+    except Exception:
         await in_thread(remove_tree, folder)
         raise
-    core.snapshots[snapshot.id] = snapshot
 
 
 # -- snapshots --------------------------------------------------------------------------------------------------------

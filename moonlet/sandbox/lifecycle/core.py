@@ -115,28 +115,46 @@ class Core:
         return prefix + "".join(secrets.choice(_ALPHABET) for _ in range(16))
 
     # -- records ------------------------------------------------------------------------------------------------------
-    async def write(self, work: Callable[..., _Result], *args: Any, **options: Any) -> _Result:
-        """Run a method of the records in their thread. A cancelled caller waits for its end all the same."""
-        return await settled(asyncio.get_running_loop().run_in_executor(self._writer, lambda: work(*args, **options)))
+    async def write(
+        self, work: Callable[..., _Result], *args: Any, then: Callable[[], None] | None = None, **options: Any
+    ) -> _Result:
+        """Run a method of the records in their thread, and `then` if it succeeded.
 
-    async def save(self, box: Box, **changes: Any) -> None:
-        """Change a row on the disk, then in memory. Raises StorageError, after which the row is as before."""
-        if box.is_gone:
-            raise SandboxNotFoundError(f"sandbox {box.id} is gone: it was destroyed")
-        row: SandboxRow = replace(box.row, **changes)
-        await self.write(self.records.put, row)
-        box.publish(row)
-        self.timers_changed.set()
+        A cancelled caller waits for its end all the same, and `then` is run: what is on the disk is known in memory.
+        """
+        future = asyncio.get_running_loop().run_in_executor(self._writer, lambda: work(*args, **options))
+        try:
+            return await settled(future)
+        finally:
+            if then is not None and future.exception() is None:
+                then()
+
+    async def save(
+        self, box: Box, derive: Callable[[SandboxRow], Mapping[str, Any]] | None = None, **changes: Any
+    ) -> None:
+        """Change a row on the disk, then in memory. Raises StorageError, after which the row is as before.
+
+        `derive` gives changes that depend on the row as it is then.
+        """
+        async with box.saving:
+            if box.is_gone:
+                raise SandboxNotFoundError(f"sandbox {box.id} is gone: it was destroyed")
+            row: SandboxRow = replace(box.row, **changes, **(derive(box.row) if derive else {}))
+            await self.write(self.records.put, row, then=lambda: self.publish(box, row))
 
     async def try_save(self, box: Box, **changes: Any) -> None:
         """For a way back: the state in memory is right even where the disk cannot be written, and a restart finds it."""
-        if box.is_gone:
-            return
-        row: SandboxRow = replace(box.row, **changes)
-        try:
-            await self.write(self.records.put, row)
-        except Exception as error:
-            log.error("sandbox %s: %s could not be recorded: %s", box.id, row.state, error)
+        async with box.saving:
+            if box.is_gone:
+                return
+            row: SandboxRow = replace(box.row, **changes)
+            try:
+                await self.write(self.records.put, row, then=lambda: self.publish(box, row))
+            except Exception as error:
+                log.error("sandbox %s: %s could not be recorded: %s", box.id, row.state, error)
+                self.publish(box, row)
+
+    def publish(self, box: Box, row: SandboxRow) -> None:
         box.publish(row)
         self.timers_changed.set()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from dataclasses import replace
@@ -47,20 +48,21 @@ async def start_children(core: Core, source: Box, snapshot: SnapshotInfo, count:
 
 
 async def _commit_children(core: Core, children: list[Box]) -> None:
-    now = time.time()
-    rows = []
-    for child in children:
-        if child.is_gone or child.kind == "kill":
-            continue
-        ttl_s = child.row.spec.ttl_s
-        expires_at = None if ttl_s is None else now + ttl_s
-        rows.append((child, replace(child.row, state=State.RUNNING, is_live=True, expires_at=expires_at)))
-    await core.write(core.records.put, *(row for _, row in rows))
-    for child, row in rows:
-        if child.machine is not None:
-            child.publish(row)
-            watch(core, child)
-    core.timers_changed.set()
+    async with contextlib.AsyncExitStack() as stack:
+        for child in children:
+            await stack.enter_async_context(child.saving)
+        now = time.time()
+        rows = []
+        for child in children:
+            if not child.is_gone and child.kind != "kill":
+                ttl_s = child.row.spec.ttl_s
+                expires_at = None if ttl_s is None else now + ttl_s
+                rows.append((child, replace(child.row, state=State.RUNNING, is_live=True, expires_at=expires_at)))
+        await core.write(core.records.put, *(row for _, row in rows))
+        for child, row in rows:
+            if child.machine is not None:
+                core.publish(child, row)
+                watch(core, child)
 
 
 async def _forget_all(core: Core, children: list[Box]) -> None:

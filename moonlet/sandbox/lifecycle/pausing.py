@@ -7,6 +7,7 @@ import asyncio
 import logging
 import re
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,7 @@ from moonlet.sandbox.lifecycle.machines import (
     start_machine,
     watch,
 )
+from moonlet.sandbox.records import SandboxRow
 
 log = logging.getLogger(__name__)
 
@@ -72,7 +74,7 @@ async def _save_generation(core: Core, box: Box) -> None:
         await box.machine.save(image, is_final=True)
     try:
         await core.save(box, state=State.PAUSED, generation=number, is_live=False, origin="")
-    except BaseException:
+    except Exception:  # not recorded; a cancelled one is
         await in_thread(remove_tree, target)
         raise
 
@@ -109,7 +111,7 @@ async def resume(core: Core, box: Box, ttl_s: float | None) -> None:
                 what = f"sandbox {box.id}"
                 await core.matching_backend(box.row.backend, box.row.version, what)
                 await start_machine(core, box, box.image)
-            await core.save(box, state=State.RUNNING, is_live=True, **_new_lease(box, ttl_s))
+            await core.save(box, new_lease(ttl_s), state=State.RUNNING, is_live=True)
             watch(core, box)
         except BaseException as error:
             if not isinstance(error, asyncio.CancelledError):  # a cancelled one is being destroyed
@@ -142,11 +144,15 @@ async def _stay_paused(core: Core, box: Box, error: BaseException) -> None:
 async def extend(core: Core, box: Box, ttl_s: float | None) -> None:
     """At least `ttl_s` from now on; never shortens, `Manager.set_timeout` does."""
     if ttl_s is not None and box.row.expires_at is not None and time.time() + ttl_s > box.row.expires_at:
-        await core.save(box, **_new_lease(box, ttl_s))
+        await core.save(box, new_lease(ttl_s))
 
 
-def _new_lease(box: Box, ttl_s: float | None) -> dict[str, Any]:
-    """Changes of the row for a life of `ttl_s` from now on, None: as long as it was given last."""
-    spec = box.row.spec if ttl_s is None else replace(box.row.spec, ttl_s=ttl_s)
-    expires_at = None if spec.ttl_s is None else max(time.time() + spec.ttl_s, box.row.expires_at or 0.0)
-    return {"spec": spec, "expires_at": expires_at}
+def new_lease(ttl_s: float | None) -> Callable[[SandboxRow], dict[str, Any]]:
+    """Changes of a row for a life of at least `ttl_s` from now on, None: as long as it was given last."""
+
+    def derive(row: SandboxRow) -> dict[str, Any]:
+        spec = row.spec if ttl_s is None else replace(row.spec, ttl_s=ttl_s)
+        expires_at = None if spec.ttl_s is None else max(time.time() + spec.ttl_s, row.expires_at or 0.0)
+        return {"spec": spec, "expires_at": expires_at}
+
+    return derive
