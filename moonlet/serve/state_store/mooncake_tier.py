@@ -19,6 +19,9 @@ from moonlet.serve.state_store.tier import Tier
 
 _CONNECT_S = 2.0
 
+# Clients whose master is gone. Closing one, or letting it be collected, would stop every thread for ten seconds.
+_LEFT: list[Any] = []
+
 
 @dataclass(frozen=True)
 class MooncakeConfig:
@@ -102,9 +105,10 @@ class MooncakeTier(Tier):
     def close(self) -> None:
         with self._lock:
             client, self._client = self._client, None
-        # Leaving holds up every thread of this process for seconds where the master is gone.
         if client is not None and self._master_answers():
             client.close()
+        elif client is not None:
+            _LEFT.append(client)
 
     def _connected(self) -> Any:
         with self._lock:
