@@ -11,11 +11,15 @@ import fcntl
 import hashlib
 import json
 import os
+import re
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from moonlet.errors import SandboxStateError, StorageError
+
+_INHERITED_S = 2.0
 
 
 @dataclass(frozen=True)
@@ -56,19 +60,31 @@ def locked_state_dir(folder: Path) -> Iterator[None]:
     except OSError as error:
         raise StorageError(f"cannot use the state directory {folder}: {error.strerror}; name another one") from error
     try:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            owner = os.pread(handle, 32, 0).decode(errors="replace").strip()
-            raise SandboxStateError(
-                f"the state directory {folder} is in use by process {owner or '(unknown)'}: use the service there "
-                "(`url`), stop it, or name another state directory"
-            ) from None
+        _take_lock(handle, folder)
         os.ftruncate(handle, 0)
-        os.pwrite(handle, str(os.getpid()).encode(), 0)
+        me = Owner.me()
+        os.pwrite(handle, f"{me.pid} {me.start}".encode(), 0)
         yield
     finally:
         os.close(handle)
+
+
+def _take_lock(handle: int, folder: Path) -> None:
+    """A process that was killed while it started another may leave the lock to that one until it has become a program."""
+    deadline = time.monotonic() + _INHERITED_S
+    while True:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError:
+            named = re.fullmatch(rb"(\d+) (\d+)", os.pread(handle, 64, 0))
+            owner = Owner(int(named[1]), int(named[2])) if named else None
+            if time.monotonic() > deadline or (owner is not None and owner.is_alive):
+                raise SandboxStateError(
+                    f"the state directory {folder} is in use by process {owner.pid if owner else '(unknown)'}: use the "
+                    "service there (`url`), stop it, or name another state directory"
+                ) from None
+            time.sleep(0.01)
 
 
 def find_service(folder: Path) -> str | None:
