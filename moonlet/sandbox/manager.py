@@ -130,6 +130,7 @@ class Manager:
         except Exception as error:
             log.error("sandbox %s could not be paused, it runs on without the service: %s", box.id, error)
         close_guest(box)
+        box.let_template_go()  # of this process; the records keep it for the next manager
         box.announce()
 
     # -- making -------------------------------------------------------------------------------------------------------

@@ -251,8 +251,9 @@ def test_a_terminal(box: str) -> None:
         os.write(descriptor, b"tty; echo $((6*7))\n")
         wait_for(b"/dev/pts/")
         wait_for(b"42")
-        os.write(descriptor, b"sleep 100\n")
-        wait_for(b"sleep 100")
+        os.write(descriptor, b"echo be''gun; sleep 100\n")  # what is typed is echoed, but not in one piece
+        wait_for(b"begun")
+        time.sleep(0.5)  # the shell makes `sleep` the one that Ctrl-C goes to; nothing says when
         os.write(descriptor, b"\x03")
         os.write(descriptor, b"stty size; exit 5\n")
         wait_for(b"24 80")

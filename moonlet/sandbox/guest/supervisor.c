@@ -70,6 +70,9 @@ static message become(const launch *l) {
     dup2(l->error, 2);
     for (int i = 1; i < 32; i++)
         if (i != SIGKILL && i != SIGSTOP) signal(i, SIG_DFL);
+    /* The C library keeps signals 32 and 33 to itself, but hands them on as it got them. */
+    const unsigned long by_default[4] = {0};
+    for (int i = 32; i <= 64; i++) syscall(SYS_rt_sigaction, i, by_default, NULL, sizeof by_default[0]);
     sigemptyset(&none);
     sigprocmask(SIG_SETMASK, &none, NULL);
     limit(RLIMIT_NPROC, options.processes);

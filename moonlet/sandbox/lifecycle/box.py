@@ -88,6 +88,12 @@ class Box:
         self.used_at = time.monotonic()
 
     # -- changes ------------------------------------------------------------------------------------------------------
+    def let_template_go(self) -> None:
+        """It may be evicted as far as this box is concerned; idempotent."""
+        if self.release_template is not None:
+            self.release_template()
+            self.release_template = None
+
     def publish(self, row: SandboxRow) -> None:
         if row.expires_at != self.row.expires_at:
             self.set_expiry(row.expires_at)

@@ -133,9 +133,7 @@ async def forget(core: Core, box: Box, *, with_key: bool = False) -> None:
         box.is_gone = False
         raise
     core.boxes.pop(box.id, None)
-    if box.release_template is not None:
-        box.release_template()
-        box.release_template = None
+    box.let_template_go()
     box.announce()
 
 
