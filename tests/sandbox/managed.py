@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import signal
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from sandbox.scripted_backend import ScriptedBackend, living
+import pytest
+from sandbox.scripted_backend import ScriptedBackend, labelled_below, living
 
 from moonlet.sandbox.local import LocalSandbox
 from moonlet.sandbox.manager import Manager, ServiceConfig
@@ -23,6 +28,15 @@ async def new_sandbox(manager: Manager, **options: Any) -> LocalSandbox:
     from moonlet.sandbox.api import SandboxSpec
 
     return LocalSandbox(manager, (await manager.create(SandboxSpec(**options))).id)
+
+
+@pytest.fixture(autouse=True)
+def no_machine_outlives_its_test(tmp_path: Path) -> Iterator[None]:
+    """Import it: what a test that fails leaves over is ended."""
+    yield
+    for pid in labelled_below(tmp_path):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
 
 
 def machines(folder: Path) -> list[str]:

@@ -13,7 +13,7 @@ import os
 import shutil
 import signal
 import subprocess
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 
 from moonlet.errors import SandboxDiedError
@@ -105,7 +105,12 @@ class ScriptedBackend(Backend):
                 stdout=ends[1],
                 stderr=console,
                 start_new_session=True,
-                env={"MOONLET_LABEL": spec.label, "MOONLET_ID": spec.id, "PATH": os.environ["PATH"]},
+                env={
+                    "MOONLET_LABEL": spec.label,
+                    "MOONLET_ID": spec.id,
+                    "MOONLET_FOLDER": str(folder),
+                    "PATH": os.environ["PATH"],
+                },
             )
         for end in ends:
             os.close(end)
@@ -212,15 +217,21 @@ def _tree(pid: int) -> list[int]:
 
 def _labelled(label: str | None) -> list[tuple[int, str]]:
     """Agents of this label (None: any) and their commands, which inherit it: (pid, sandbox)."""
-    found = []
+    return [(pid, env["MOONLET_ID"]) for pid, env in _agents() if label in (None, env.get("MOONLET_LABEL"))]
+
+
+def labelled_below(folder: Path) -> list[int]:
+    """The processes of all machines below a folder."""
+    return [pid for pid, env in _agents() if Path(env.get("MOONLET_FOLDER", "/")).is_relative_to(folder)]
+
+
+def _agents() -> Iterator[tuple[int, dict[str, str]]]:
     for name in filter(str.isdecimal, os.listdir("/proc")):
         with contextlib.suppress(OSError):
-            env = dict(
-                item.split("=", 1) for item in Path(f"/proc/{name}/environ").read_text().split("\0") if "=" in item
-            )
-            if "MOONLET_ID" in env and label in (None, env.get("MOONLET_LABEL")) and Owner.of(int(name)):
-                found.append((int(name), env["MOONLET_ID"]))
-    return found
+            text = Path(f"/proc/{name}/environ").read_text(errors="replace")
+            env = dict(item.split("=", 1) for item in text.split("\0") if "=" in item)
+            if "MOONLET_ID" in env and Owner.of(int(name)):
+                yield int(name), env
 
 
 def living(label: str) -> list[str]:

@@ -16,7 +16,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sandbox.managed import machines, managed, names, new_sandbox
+from sandbox.managed import (  # noqa: F401  # a fixture
+    machines,
+    managed,
+    names,
+    new_sandbox,
+    no_machine_outlives_its_test,
+)
 from sandbox.scripted_backend import ScriptedBackend
 
 from moonlet.sandbox.api import SandboxSpec, State
@@ -142,8 +148,8 @@ def run_until_trapped(folder: Path, name: str, frees_memory: bool, last: int) ->
             count = asyncio.run(_doomed(folder, name, frees_memory, last))
             os.write(writer, str(count).encode())
             os._exit(0)
-        except BaseException:
-            sys.excepthook(*sys.exc_info())
+        except BaseException as error:
+            sys.excepthook(type(error), error, error.__traceback__)
             os._exit(1)
     os.close(writer)
     with os.fdopen(reader) as pipe:

@@ -159,8 +159,8 @@ class Worker:
                 self._link.close()
                 asyncio.run(_serve(folder, frees_memory, other))
                 status = 0
-            except BaseException:
-                sys.excepthook(*sys.exc_info())
+            except BaseException as error:
+                sys.excepthook(type(error), error, error.__traceback__)
             finally:
                 os._exit(status)
         other.close()
