@@ -156,8 +156,11 @@ static void prepare_process(void) {
     sigaddset(&blocked, SIGTERM);
     sigprocmask(SIG_SETMASK, &blocked, NULL);
     signal(SIGCHLD, on_signal);
-    /* A guest may signal its first process; only the host ends it, by SIGKILL. */
-    signal(SIGTERM, getpid() == 1 ? SIG_IGN : on_signal);
+    signal(SIGTERM, on_signal);
+    if (getpid() == 1) { /* a guest may signal its first process, which only the host ends, by SIGKILL */
+        const int deaf[] = {SIGHUP, SIGINT, SIGQUIT, SIGUSR1, SIGUSR2, SIGALRM, SIGTERM, SIGVTALRM, SIGPROF, SIGIO, SIGPWR};
+        for (size_t i = 0; i < sizeof deaf / sizeof *deaf; i++) signal(deaf[i], SIG_IGN);
+    }
     signal(SIGPIPE, SIG_IGN);
     signal(SIGHUP, SIG_IGN);
     signal(SIGXFSZ, SIG_IGN); /* a write beyond the limit on files is an error of its request */
