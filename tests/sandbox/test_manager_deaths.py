@@ -327,3 +327,22 @@ def test_a_snapshot_of_another_host(tmp_path: Path) -> None:
             assert (await manager.snapshots(), await works(child)) == ([], True)
 
     asyncio.run(run())
+
+
+@pytest.mark.parametrize("frees_memory", [True, False], ids=["to disk", "in memory"])
+def test_a_machine_that_was_destroyed_did_not_die(
+    tmp_path: Path, frees_memory: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A resume must not watch twice: the second watcher took the end for a crash."""
+
+    async def run() -> None:
+        async with managed(tmp_path, ScriptedBackend(frees_memory=frees_memory)) as manager:
+            sandbox = await new_sandbox(manager)
+            for _ in range(3):
+                await sandbox.pause()
+                await sandbox.resume()
+            await sandbox.destroy()
+            await asyncio.sleep(0.1)
+
+    asyncio.run(run())
+    assert "died" not in caplog.text

@@ -158,6 +158,8 @@ async def let_go(box: Box) -> None:
 def watch(core: Core, box: Box) -> None:
     """Notice the death of the machine and say so; started once it runs."""
     assert box.machine is not None
+    if box.watcher is not None and not box.watcher.done():
+        return  # a machine that was frozen is still watched
     box.watcher = core.spawn(_watch(core, box, box.machine), f"watch {box.id}")
 
 
