@@ -134,10 +134,12 @@ def remove_tree(folder: Path) -> None:
         fresh = (f".{secrets.token_hex(8)}.{number}" for number in itertools.count())
         while names := _some_names(top):
             for name in names:
-                _take_apart(top, name, fresh)
+                with contextlib.suppress(FileNotFoundError):  # somebody else removes it too
+                    _take_apart(top, name, fresh)
     finally:
         os.close(top)
-    os.rmdir(folder)
+    with contextlib.suppress(FileNotFoundError):
+        os.rmdir(folder)
 
 
 def _take_apart(top: int, name: str, fresh: Iterator[str]) -> None:
@@ -150,14 +152,19 @@ def _take_apart(top: int, name: str, fresh: Iterator[str]) -> None:
     try:
         while names := _some_names(folder):
             for inner in names:
-                try:
-                    os.unlink(inner, dir_fd=folder)
-                except IsADirectoryError:
-                    os.close(_open_folder(inner, folder))  # moving it takes the right to write into it
-                    os.rename(inner, next(fresh), src_dir_fd=folder, dst_dir_fd=top)
+                with contextlib.suppress(FileNotFoundError):
+                    _take_out(folder, inner, top, next(fresh))
     finally:
         os.close(folder)
     os.rmdir(name, dir_fd=top)
+
+
+def _take_out(folder: int, name: str, top: int, new_name: str) -> None:
+    try:
+        os.unlink(name, dir_fd=folder)
+    except IsADirectoryError:
+        os.close(_open_folder(name, folder))  # moving it takes the right to write into it
+        os.rename(name, new_name, src_dir_fd=folder, dst_dir_fd=top)
 
 
 def _open_folder(name: str, parent: int | None) -> int:

@@ -128,6 +128,19 @@ def test_removing_many_files(tmp_path: Path) -> None:
     assert not tree.exists()
 
 
+def test_several_may_remove_the_same(tmp_path: Path) -> None:
+    tree = tmp_path / "tree"
+    for number in range(300):
+        (tree / str(number) / "deep" / "er").mkdir(parents=True)
+        (tree / str(number) / "deep" / "file").touch()
+
+    async def run() -> None:
+        await asyncio.gather(*(in_thread(remove_tree, tree) for _ in range(4)))
+
+    asyncio.run(run())
+    assert not tree.exists()
+
+
 def test_too_little_space_is_an_error_that_says_how_much(tmp_path: Path) -> None:
     check_space(tmp_path, 1, 0)
     with pytest.raises(StorageError, match="MiB free"):

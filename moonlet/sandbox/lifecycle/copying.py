@@ -144,6 +144,11 @@ async def delete_local(core: Core, ids: list[str]) -> None:
 
 async def collect_snapshots(core: Core) -> None:
     """Remove what nobody needs any more: hidden snapshots without children, folders without a record."""
+    async with core.collecting:
+        await _collect(core)
+
+
+async def _collect(core: Core) -> None:
     origins = {box.row.origin for box in core.boxes.values()}
     childless = [
         snapshot.id

@@ -77,6 +77,7 @@ class Core:
         self.num_reaped = 0
         self.on_denied: Callable[[str, Denied], None] | None = None
         self._chosen: set[str] = set()
+        self.collecting = asyncio.Lock()
         self.fetches: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         self.records: Records
         self.gate = ReadersWriter()  # starts of machines are readers, sweeps are writers
