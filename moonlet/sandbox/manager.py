@@ -11,41 +11,37 @@ from __future__ import annotations
 import asyncio
 import builtins
 import contextlib
-import hashlib
-import json
 import logging
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from moonlet.errors import (
-    ConfigError,
-    SandboxDiedError,
     SandboxError,
-    SandboxNotFoundError,
     SandboxStateError,
-    SandboxTimeoutError,
 )
 from moonlet.sandbox.api import SandboxInfo, SandboxSpec, State
 from moonlet.sandbox.backend import Backend, Usage
-from moonlet.sandbox.generations import in_thread, settled
-from moonlet.sandbox.lifecycle.box import Box
-from moonlet.sandbox.lifecycle.copying import capture, collect_snapshots, delete_snapshot, publish_snapshot
+from moonlet.sandbox.generations import in_thread
+from moonlet.sandbox.lifecycle.box import ENDED, Box
+from moonlet.sandbox.lifecycle.calls import calling, check_cut
+from moonlet.sandbox.lifecycle.copying import capture, delete_snapshot, publish_snapshot
 from moonlet.sandbox.lifecycle.core import Core, HostTemplate, Templates
-from moonlet.sandbox.lifecycle.creating import check_ttl, create, make_plan, new_box
-from moonlet.sandbox.lifecycle.forking import start_children
+from moonlet.sandbox.lifecycle.creating import check_ttl
 from moonlet.sandbox.lifecycle.killing import begin_kill
-from moonlet.sandbox.lifecycle.machines import close_guest, ensure_alive, read_logs
+from moonlet.sandbox.lifecycle.machines import close_guest, read_logs
+from moonlet.sandbox.lifecycle.making import Maker
 from moonlet.sandbox.lifecycle.pausing import extend, pause, resume
 from moonlet.sandbox.lifecycle.recovery import recover
 from moonlet.sandbox.lifecycle.timers import Timers
+from moonlet.sandbox.lifecycle.transition import outcome, transition
 from moonlet.sandbox.network import Denied
 from moonlet.sandbox.reaper import reap, reap_for_ever
-from moonlet.sandbox.records import CreateKey, Records, SnapshotInfo
+from moonlet.sandbox.records import Records, SnapshotInfo
 from moonlet.sandbox.settings import ServiceConfig
 from moonlet.sandbox.state_dir import locked_state_dir
 
@@ -55,8 +51,6 @@ if TYPE_CHECKING:
 __all__ = ["Manager", "ServiceConfig"]
 
 _LISTED = set(State) - {State.CREATING, State.KILLING}
-_ENDED = (State.FAILED, State.KILLING)
-_VERDICT_S = 2.0  # by then it is known whether a machine that does not answer is dead
 
 log = logging.getLogger(__name__)
 
@@ -82,8 +76,7 @@ class Manager:
             templates or template_store(config.state_dir / "templates", config.template_cache_bytes),
             _repository(config),
         )
-        self._creates: dict[str, tuple[str, asyncio.Task[SandboxInfo]]] = {}
-        self._forks: set[asyncio.Task[Any]] = set()
+        self._maker = Maker(self._core)
         self._stack = AsyncExitStack()
         self._is_open = False
 
@@ -113,10 +106,7 @@ class Manager:
             return
         self._is_open = False
         try:
-            unfinished = [*(task for _, task in self._creates.values()), *self._forks]
-            for task in unfinished:
-                task.cancel()
-            await asyncio.gather(*unfinished, return_exceptions=True)
+            await self._maker.close()
             await asyncio.gather(*(self._finish(box, pause_running) for box in [*self._core.boxes.values()]))
         finally:
             await self._stack.aclose()
@@ -126,7 +116,7 @@ class Manager:
             await asyncio.wait([box.task])
         try:
             if pause_running and box.state == State.RUNNING:
-                await self._run(box, "pause", lambda: pause(self._core, box))
+                await transition(box, "pause", lambda: pause(self._core, box))
         except Exception as error:
             log.error("sandbox %s could not be paused, it runs on without the service: %s", box.id, error)
         close_guest(box)
@@ -141,89 +131,11 @@ class Manager:
         SandboxStateError if the key came with another spec, SandboxNotFoundError if its sandbox is destroyed by now.
         """
         self._require_open()
-        spec = spec or SandboxSpec()
-        if idempotency_key is None:
-            task = asyncio.get_running_loop().create_task(self._create(spec, None))
-            try:
-                await asyncio.wait([task])
-            except asyncio.CancelledError:
-                await settled(asyncio.ensure_future(self._undo_create(task)))
-                raise
-            return _outcome(task)
-        return await self._create_once(spec, idempotency_key)
-
-    async def _create_once(self, spec: SandboxSpec, key: str) -> SandboxInfo:
-        if not 0 < len(key) <= 256:
-            raise ConfigError("an idempotency key has 1 to 256 characters")
-        request = hashlib.sha256(json.dumps(asdict(spec), sort_keys=True, default=str).encode()).hexdigest()
-        if key not in self._creates:
-            task = asyncio.get_running_loop().create_task(self._create_or_find(spec, key, request))
-            self._creates[key] = (request, task)
-            task.add_done_callback(lambda _: self._creates.pop(key, None))
-        wanted, task = self._creates[key]
-        _require_same(key, wanted, request)
-        await asyncio.wait([task])
-        return _outcome(task)
-
-    async def _create_or_find(self, spec: SandboxSpec, key: str, request: str) -> SandboxInfo:
-        found = await self._core.write(self._core.records.key, key)
-        if found is None:
-            return await self._create(spec, CreateKey(key, "", request))
-        _require_same(key, found.request, request)
-        return self._core.box(found.sandbox_id).row.info()
-
-    async def _create(self, spec: SandboxSpec, key: CreateKey | None) -> SandboxInfo:
-        self._core.admit(running=1, total=1)
-        plan = await make_plan(self._core, spec)
-        box = new_box(self._core, plan)
-        named = None if key is None else replace(key, sandbox_id=box.id)
-        task = box.begin("create", create(self._core, box, named))
-        try:
-            await asyncio.wait([task])
-        except asyncio.CancelledError:
-            task.cancel()
-            await settled(asyncio.ensure_future(asyncio.wait([task])))
-            raise
-        if task.cancelled():
-            raise SandboxNotFoundError(f"sandbox {box.id} was destroyed while it was being created")
-        task.result()
-        return box.row.info()
-
-    async def _undo_create(self, task: asyncio.Task[SandboxInfo]) -> None:
-        task.cancel()
-        await asyncio.wait([task])
-        if not task.cancelled() and task.exception() is None:
-            await self.destroy(task.result().id)
+        return await self._maker.create(spec or SandboxSpec(), idempotency_key)
 
     async def fork(self, sandbox_id: str, count: int = 1) -> list[SandboxInfo | Exception]:
         """Copies of a running sandbox, each that started or its error. Raises if none can be made of it."""
-        if not 1 <= count <= self.config.max_total:
-            raise ConfigError(f"a fork makes 1 to {self.config.max_total} copies, not {count}")
-        box = self._box(sandbox_id)
-        self._core.admit(running=count, total=count)
-        task = asyncio.get_running_loop().create_task(self._fork(box, count))
-        self._forks.add(task)
-        task.add_done_callback(self._forks.discard)
-        try:
-            await asyncio.wait([task])
-        except asyncio.CancelledError:
-            await settled(asyncio.ensure_future(self._undo_fork(task)))
-            raise
-        return _outcome(task)
-
-    async def _fork(self, box: Box, count: int) -> list[SandboxInfo | Exception]:
-        core = self._core
-        with core.holding(core.new_id("snap")) as snapshot_id:
-            snapshot = await self._run(box, "fork", lambda: capture(core, box, snapshot_id, None), joins=False)
-            children = await start_children(core, box, snapshot, count)
-        await collect_snapshots(core)
-        return children
-
-    async def _undo_fork(self, task: asyncio.Task[Any]) -> None:
-        task.cancel()
-        await asyncio.wait([task])
-        if not task.cancelled() and task.exception() is None:
-            await asyncio.gather(*(self.destroy(info.id) for info in task.result() if isinstance(info, SandboxInfo)))
+        return await self._maker.fork(self._box(sandbox_id), count)
 
     # -- looking ------------------------------------------------------------------------------------------------------
     async def info(self, sandbox_id: str) -> SandboxInfo:
@@ -288,7 +200,7 @@ class Manager:
     async def pause(self, sandbox_id: str) -> SandboxInfo:
         """Idempotent. Raises StorageError if there is no room; the sandbox then runs on."""
         box = self._box(sandbox_id)
-        await self._run(box, "pause", lambda: pause(self._core, box))
+        await transition(box, "pause", lambda: pause(self._core, box))
         return box.row.info()
 
     async def resume(self, sandbox_id: str, *, ttl_s: float | None = None) -> SandboxInfo:
@@ -297,7 +209,7 @@ class Manager:
         if ttl_s is not None:
             check_ttl(self._core, ttl_s)
         box.touch()
-        await self._run(box, "resume", lambda: resume(self._core, box, ttl_s), before=lambda: self._admit_resume(box))
+        await transition(box, "resume", lambda: resume(self._core, box, ttl_s), before=lambda: self._admit_resume(box))
         if ttl_s is not None:
             await extend(self._core, box, ttl_s)
         return box.row.info()
@@ -311,8 +223,9 @@ class Manager:
         box = self._box(sandbox_id)
         box.touch()
         snapshot_id = self._core.new_id("snap")
-        work = lambda: capture(self._core, box, snapshot_id, name or "")  # noqa: E731
-        snapshot = await self._run(box, "snapshot", work, joins=False)
+        snapshot = await transition(
+            box, "snapshot", lambda: capture(self._core, box, snapshot_id, name or ""), joins=False
+        )
         await publish_snapshot(self._core, snapshot)
         return snapshot.id
 
@@ -330,7 +243,7 @@ class Manager:
         box = self._box(sandbox_id)
         task = begin_kill(self._core, box)
         await asyncio.wait([task])
-        _outcome(task)
+        outcome(task)
 
     async def set_timeout(self, sandbox_id: str, ttl_s: float | None) -> None:
         """The time to live from now on; None: until it is destroyed."""
@@ -344,58 +257,15 @@ class Manager:
         """Somebody used it: the idle pause waits anew."""
         self._box(sandbox_id).touch()
 
-    async def _run(
-        self,
-        box: Box,
-        kind: str,
-        work: Callable[[], Coroutine[Any, Any, Any]],
-        *,
-        joins: bool = True,
-        before: Callable[[], None] | None = None,
-    ) -> Any:
-        """Run a transition once no other runs; with `joins` take the result of one of the same kind that runs already."""
-        self._require_open(box)
-        while box.task is not None:
-            task = box.task
-            await asyncio.wait([task])
-            if joins and task.get_name().startswith(f"{kind} ") and not task.cancelled():
-                return task.result()
-            box.require(*State)
-        if before is not None:
-            before()
-        task = box.begin(kind, work())
-        await asyncio.wait([task])
-        if task.cancelled():
-            raise SandboxNotFoundError(f"sandbox {box.id} is gone: it was destroyed meanwhile")
-        return task.result()
-
     # -- the guest ----------------------------------------------------------------------------------------------------
     @asynccontextmanager
     async def guest(self, sandbox_id: str) -> AsyncIterator[Guest]:
-        """The agent of a running sandbox, for calls that end soon: a pause waits for the end of the block.
+        """The agent of a running sandbox, for calls that end soon: a pause waits for the end of the block, but not long.
 
         Raises SandboxStateError while it is paused, SandboxDiedError with the reason if the machine is gone.
         """
-        box = self._box(sandbox_id)
-        box.touch()
-        async with box.lock.read():
-            box.require(State.RUNNING, State.PAUSING, State.SNAPSHOTTING, State.FORKING)
-            guest = box.guest
-            if guest is None:
-                raise await self._explain(
-                    box, None, SandboxStateError(f"sandbox {box.id} is between two states; try again")
-                )
-            try:
-                async with asyncio.timeout(None) as call:
-                    box.calls.add(call)
-                    yield guest
-            except (SandboxDiedError, TimeoutError) as error:
-                if isinstance(error, TimeoutError) and not call.expired():
-                    raise
-                raise await self._explain(box, guest, error) from error
-            finally:
-                box.calls.discard(call)
-                box.touch()
+        async with calling(self._core, self._box(sandbox_id)) as guest:
+            yield guest
 
     @asynccontextmanager
     async def guest_when_running(self, sandbox_id: str) -> AsyncIterator[Guest]:
@@ -424,12 +294,12 @@ class Manager:
         self._core.spawn(later(), f"later in {sandbox_id}")
 
     async def running(self, sandbox_id: str) -> Guest:
-        """Wait until it runs, and return its agent for calls that take long: a pause cuts those, see `is_cut`."""
+        """Wait until it runs, and return its agent for calls that take long: a pause cuts those, see `check_cut`."""
         box = self._box(sandbox_id)
         while True:
-            await box.until(lambda: not self._is_open or box.is_gone or box.guest is not None or box.state in _ENDED)
+            await box.until(lambda: not self._is_open or box.is_gone or box.guest is not None or box.state in ENDED)
             self._require_open()
-            if box.is_gone or box.state in _ENDED:
+            if box.is_gone or box.state in ENDED:
                 box.require()
             if box.guest is not None:
                 box.touch()
@@ -440,71 +310,18 @@ class Manager:
 
         Raises SandboxDiedError or SandboxNotFoundError if the sandbox is gone, SandboxTimeoutError if it runs and is deaf.
         """
-        box = self._box(sandbox_id)
-        if box.guest is guest and not guest.stream.is_closed:
-            raise SandboxTimeoutError(
-                f"the agent of sandbox {sandbox_id} does not answer; look at its logs, or destroy it"
-            )
-        await _verdict(box, guest)
-        if box.guest is guest:
-            await self._heal(box, guest)
-        await box.until(lambda: box.is_gone or box.doom is None or box.state == State.FAILED)
-        if box.is_gone or box.state in _ENDED:
-            box.require()
-
-    async def _explain(self, box: Box, guest: Guest | None, error: Exception) -> Exception:
-        """What a closed stream means, for a reader: the machine died, or a pause could not wait any longer."""
-        await _verdict(box, guest)
-        if box.is_gone or box.state == State.KILLING:
-            return SandboxNotFoundError(f"sandbox {box.id} is gone: it was destroyed meanwhile")
-        if box.state == State.FAILED or box.doom is not None:
-            return box.died()
-        if box.state in (State.PAUSING, State.PAUSED):
-            return SandboxStateError(f"sandbox {box.id} was paused in the middle of the call: resume it and call again")
-        if box.guest is guest:
-            self._core.spawn(self._heal(box, guest), f"heal {box.id}")
-        return SandboxStateError(f"the connection to sandbox {box.id} was cut: {error or 'call again'}")
-
-    async def _heal(self, box: Box, guest: Guest | None) -> None:
-        """The stream of a machine that lives ended: open it again, or the machine counts as dead."""
-        async with box.lock.write():
-            if box.guest is guest and box.machine is not None and not box.is_gone and box.task is None:
-                with contextlib.suppress(SandboxDiedError):
-                    await ensure_alive(self._core, box)
+        await check_cut(self._core, self._box(sandbox_id), guest)
 
     # -- inside -------------------------------------------------------------------------------------------------------
     def _box(self, sandbox_id: str) -> Box:
         self._require_open()
         return self._core.box(sandbox_id)
 
-    def _require_open(self, box: Box | None = None) -> None:
-        if not self._is_open and box is None:
+    def _require_open(self) -> None:
+        if not self._is_open:
             raise SandboxStateError(
                 "the manager of these sandboxes is closed: open it with `async with Manager(config)`"
             )
-
-
-async def _verdict(box: Box, guest: Guest | None) -> None:
-    """Wait until it is known why the stream of `guest` ended, or for long enough."""
-
-    def is_known() -> bool:
-        is_other = box.guest is not None and box.guest is not guest
-        return box.is_gone or box.doom is not None or is_other or box.state not in (State.RUNNING, State.SNAPSHOTTING)
-
-    with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(_VERDICT_S):
-            await box.until(is_known)
-
-
-def _outcome(task: asyncio.Task[Any]) -> Any:
-    if task.cancelled():
-        raise SandboxStateError("the service was closed meanwhile")
-    return task.result()
-
-
-def _require_same(key: str, known: str, request: str) -> None:
-    if known != request:
-        raise SandboxStateError(f"the idempotency key {key!r} was used with another request: take a new key")
 
 
 def _backends() -> Mapping[str, Backend]:

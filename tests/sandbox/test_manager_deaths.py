@@ -9,7 +9,13 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from sandbox.managed import machines, managed, names, new_sandbox
+from sandbox.managed import (  # noqa: F401  # a fixture
+    machines,
+    managed,
+    names,
+    new_sandbox,
+    no_machine_outlives_its_test,
+)
 from sandbox.scripted_backend import ScriptedBackend, ScriptedMachine
 
 from moonlet.errors import (

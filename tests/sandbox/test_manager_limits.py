@@ -8,7 +8,13 @@ import time
 from pathlib import Path
 
 import pytest
-from sandbox.managed import machines, managed, names, new_sandbox
+from sandbox.managed import (  # noqa: F401  # a fixture
+    machines,
+    managed,
+    names,
+    new_sandbox,
+    no_machine_outlives_its_test,
+)
 from sandbox.scripted_backend import ScriptedBackend
 
 from moonlet.errors import (
@@ -158,6 +164,11 @@ def test_a_create_that_nobody_waits_for_any_more(tmp_path: Path) -> None:
         ({"ttl_s": 1e9}, ConfigError),
         ({"ttl_s": None}, ConfigError),
         ({"allow_hosts": ("a b",)}, ConfigError),
+        ({"limits": Limits(memory_bytes=0)}, ConfigError),
+        ({"on_timeout": "explode"}, ConfigError),
+        ({"idle_pause_s": 0}, ConfigError),
+        ({"env": {"A=B": "1"}}, ConfigError),
+        ({"env": {"A": "1\0"}}, ConfigError),
     ],
 )
 def test_what_cannot_be_made_is_refused_before_anything_is(tmp_path: Path, options: dict, error: type) -> None:

@@ -29,6 +29,8 @@ ACTIVE = {
     State.FORKING,
 }
 
+ENDED = (State.FAILED, State.KILLING)
+
 log = logging.getLogger(__name__)
 
 

@@ -36,7 +36,7 @@ class Plan:
 async def make_plan(core: Core, spec: SandboxSpec) -> Plan:
     """Raises TemplateError, BackendUnavailableError, SandboxStateError (snapshot of another version), ConfigError."""
     check_ttl(core, spec.ttl_s)
-    AllowList(spec.allow_hosts)  # a wrong entry is refused before anything is made
+    _check_spec(spec)
     snapshot = core.snapshot(spec.template) or await fetch(core, spec.template)
     if snapshot is not None:
         return await _plan_from_snapshot(core, spec, snapshot)
@@ -59,6 +59,21 @@ async def _plan_from_snapshot(core: Core, spec: SandboxSpec, snapshot: SnapshotI
     env, probe = {**snapshot.spec.env, **spec.env}, await backend.probe()
     _check_network(spec, probe)
     return Plan(replace(spec, env=env), backend.name, probe, snapshot.template_id, snapshot)
+
+
+def _check_spec(spec: SandboxSpec) -> None:
+    """What is wrong is refused before anything is made."""
+    AllowList(spec.allow_hosts)
+    for name, value in vars(spec.limits).items():
+        if not value > 0:
+            raise ConfigError(f"limits.{name} must be more than 0, not {value!r}")
+    if spec.on_timeout not in ("pause", "kill"):
+        raise ConfigError(f"on_timeout is 'pause' or 'kill', not {spec.on_timeout!r}")
+    if spec.idle_pause_s is not None and not spec.idle_pause_s > 0:
+        raise ConfigError(f"idle_pause_s must be more than 0, not {spec.idle_pause_s!r}; None means never")
+    for name, value in spec.env.items():
+        if not name or "=" in name or "\0" in name + value:
+            raise ConfigError(f"env: {name!r} cannot be a variable: no '=' in the name, no NUL anywhere")
 
 
 def _check_network(spec: SandboxSpec, probe: Probe) -> None:

@@ -21,7 +21,7 @@ from moonlet.sandbox.lifecycle.box import Box
 from moonlet.sandbox.lifecycle.core import Core
 from moonlet.sandbox.network import AllowList, NetworkProxy
 
-_HELLO_S = 10.0  # a machine that has run before answers by then, or it is taken for dead
+_HELLO_S = 30.0  # a machine that has run before answers by then, or it is taken for dead
 _LOG_BYTES = 256 << 10
 _LAST_WORDS_BYTES = 500  # of a machine that died while it started, in the error
 _closing: set[asyncio.Task[None]] = set()  # so that they are not collected before they end
@@ -59,7 +59,7 @@ async def start_machine(core: Core, box: Box, image: Path | None) -> None:
                     box.machine = await backend.launch(spec, box.live)
                 else:
                     box.machine = await backend.restore(spec, box.live, image)
-                await _unless_dead(box, _greet(core, box, is_fresh=image is None))
+                await unless_dead(box, _greet(core, box, is_fresh=image is None))
         except BaseException:
             await settled(asyncio.ensure_future(let_go(box)))
             raise
@@ -70,7 +70,7 @@ async def _greet(core: Core, box: Box, *, is_fresh: bool) -> None:
     await refresh(box)
 
 
-async def _unless_dead(box: Box, work: Coroutine[Any, Any, None]) -> None:
+async def unless_dead(box: Box, work: Coroutine[Any, Any, None]) -> None:
     """Do `work` with a machine that may die meanwhile, which ends it: nobody waits for an agent that is gone."""
     assert box.machine is not None
     death, working = asyncio.ensure_future(box.machine.wait_dead()), asyncio.ensure_future(work)

@@ -18,6 +18,7 @@ from moonlet.sandbox.lifecycle.machines import (
     load_template,
     machine_spec,
     open_guest,
+    unless_dead,
     watch,
 )
 from moonlet.sandbox.records import SandboxRow
@@ -92,7 +93,8 @@ async def _take_up(core: Core, box: Box) -> None:
         await _attach(core, box)
         assert box.machine is not None
         await box.machine.thaw()
-        await open_guest(core, box)
+        # With time: many do this at once, and one that is taken for dead is lost.
+        await unless_dead(box, open_guest(core, box, core.config.create_timeout_s))
     except Exception as error:
         await _lost(core, box, error)
         return
