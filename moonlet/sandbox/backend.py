@@ -2,7 +2,8 @@
 
 Folders: `folder` is where the live machine keeps what `attach` needs after a restart of the service (fifos, sockets, pid
 files, disks); it is empty at `launch` and `restore`, and the manager removes it after `destroy`. `image` is a folder that
-holds a saved machine; once written it is read-only and may be restored many times, also at once.
+holds a saved machine; once written it is read-only and may be restored many times, also at once. It depends on
+nothing but the template: it is renamed after it was written, and the image that its machine came from may be gone.
 
 Identity: every process that a backend starts can be recognised after a crash by (pid, start time) from a file in `folder`,
 and by `spec.label` and `spec.id` in its command line or cgroup path; never by its name.
