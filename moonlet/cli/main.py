@@ -33,6 +33,7 @@ VERBS = {
     "eval": Verb("moonlet.cli.eval", "evaluate", "Measure a run: held-out bits per byte, recall by distance, samples."),
     "report": Verb("moonlet.cli.report", "report", "Write report.html and results.json from a run directory."),
     "chat": Verb("moonlet.cli.chat", "chat", "Talk to a trained run in the terminal."),
+    "serve": Verb("moonlet.cli.serve", "serve", "Serve a trained run over OpenAI's API."),
     "export": Verb("moonlet.cli.export", "export", "Write a run in the released checkpoint layout."),
     "sandbox": Verb("moonlet.cli.sandbox", "app", "Machines that pause: start, exec, pause, resume, fork, snapshot."),
     "size": Verb("moonlet.cli.size", "size", "Count parameters, FLOPs and bytes without allocating anything."),

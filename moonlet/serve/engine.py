@@ -269,7 +269,7 @@ class Engine:
             finish = "stop"
         elif sequence.num_answered >= request.max_tokens:
             finish = "length"
-        sequence.sink(TokenEvent(sequence.id, drawn, self.weights_version, finish))
+        sequence.sink(TokenEvent(sequence.id, drawn, self.weights_version, finish, num_cached=sequence.num_cached))
         if finish is not None:
             self._end(sequence, finish, tell=False)
 
@@ -289,7 +289,7 @@ class Engine:
         self.scheduler.remove(sequence)
         self.counters.num_finished[finish] = self.counters.num_finished.get(finish, 0) + 1
         if tell:
-            sequence.sink(TokenEvent(sequence.id, None, self.weights_version, finish, error))
+            sequence.sink(TokenEvent(sequence.id, None, self.weights_version, finish, error, sequence.num_cached))
 
     # -- weights ------------------------------------------------------------------------------------------------------
     def update_weights(self, weights: Mapping[str, Tensor], version: int, *, keep_states: bool = False) -> None:
@@ -314,12 +314,12 @@ class Engine:
     def generate(self, requests: list[Request]) -> list[Completion]:
         """Run requests to their ends together; answers in their order."""
         collectors = [Collector() for _ in requests]
-        sequences = [self.submit(request, collector) for request, collector in zip(requests, collectors)]
+        names = [self.submit(request, collector) for request, collector in zip(requests, collectors)]
         by_id = {s.id: s for s in self.scheduler.everyone()}
-        mine = [by_id[name] for name in sequences]
+        mine = [by_id[name] for name in names]
         while any(sequence.finish is None for sequence in mine):
             self.step()
-        return [collector.completion(sequence.num_cached) for collector, sequence in zip(collectors, mine)]
+        return [collector.completion() for collector in collectors]
 
 
 class Collector:
@@ -331,7 +331,7 @@ class Collector:
     def __call__(self, event: TokenEvent) -> None:
         self.events.append(event)
 
-    def completion(self, num_cached: int = 0) -> Completion:
+    def completion(self) -> Completion:
         drawn = [(event.drawn, event.version) for event in self.events if event.drawn is not None]
         last = self.events[-1]
         return Completion(
@@ -339,7 +339,7 @@ class Collector:
             logprobs=[token.logprob for token, _ in drawn],
             versions=[version for _, version in drawn],
             finish=last.finish or "abort",
-            num_cached=num_cached,
+            num_cached=last.num_cached,
             tops=[token.top for token, _ in drawn],
             error=last.error,
         )

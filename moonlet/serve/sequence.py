@@ -55,13 +55,14 @@ class Request:
 
 @dataclass(frozen=True)
 class TokenEvent:
-    """One token of an answer, or its end. `version`: of the weights that drew it."""
+    """One token of an answer, or its end. `version`: of the weights that drew it; `num_cached` as in `Completion`."""
 
     request_id: str
     drawn: Drawn | None
     version: int
     finish: Finish | None = None
     error: str = ""
+    num_cached: int = 0
 
 
 @dataclass(frozen=True)
