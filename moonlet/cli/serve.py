@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import signal
 import socket
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -76,6 +79,18 @@ def serve_app(app: FastAPI, listener: socket.socket) -> None:
     """Serve until SIGINT or SIGTERM; open answers have a few seconds to end."""
     import uvicorn
 
+    class Server(uvicorn.Server):
+        """Takes signals for itself: uvicorn would raise them again, which ends the process before the store is closed."""
+
+        @contextlib.contextmanager
+        def capture_signals(self) -> Iterator[None]:
+            before = {number: signal.signal(number, self.handle_exit) for number in (signal.SIGINT, signal.SIGTERM)}
+            try:
+                yield
+            finally:
+                for number, handler in before.items():
+                    signal.signal(number, handler)
+
     settings = uvicorn.Config(
         app,
         lifespan="off",
@@ -87,4 +102,4 @@ def serve_app(app: FastAPI, listener: socket.socket) -> None:
         timeout_graceful_shutdown=5,
         timeout_keep_alive=60,
     )
-    uvicorn.Server(settings).run(sockets=[listener])
+    Server(settings).run(sockets=[listener])

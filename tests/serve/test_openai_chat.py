@@ -34,12 +34,14 @@ class ScriptedThread:
     """Streams given tokens."""
 
     def __init__(self, ids: list[int], finish: Finish = "stop") -> None:
-        self.ids, self.finish = ids, finish
+        self.ids = ids
+        self.finish: Finish = finish
 
     async def stream(self, request: Request) -> AsyncIterator[TokenEvent]:
-        for place, token in enumerate(self.ids):
-            is_last = place == len(self.ids) - 1
-            yield TokenEvent("scripted", Drawn(token, -0.5), 0, self.finish if is_last else None, num_cached=3)
+        *first, last = self.ids
+        for token in first:
+            yield TokenEvent("scripted", Drawn(token, -0.5), 0, num_cached=3)
+        yield TokenEvent("scripted", Drawn(last, -0.5), 0, self.finish, num_cached=3)
 
 
 def _written(tokenizer, message=MESSAGE) -> list[int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
@@ -132,19 +133,20 @@ class Chat:
         message: dict[str, Any] = {"role": "assistant", "content": ""}
         calls: list[dict[str, Any]] = []
         choice: dict[str, Any] = {"index": 0, "message": message, "logprobs": None}
+        if self.body.logprobs:
+            choice["logprobs"] = {"content": []}
+        if self.body.return_token_ids:
+            choice |= {"prompt_token_ids": list(self.request.ids), "token_ids": []}
         async with aclosing(self.chunks(thread)) as chunks:
             async for part in (chunk["choices"][0] async for chunk in chunks if chunk["choices"]):
                 _add_delta(message, calls, part["delta"])
                 choice["finish_reason"] = part["finish_reason"]
                 if "logprobs" in part:
-                    content = (choice["logprobs"] or {"content": []})["content"]
-                    choice["logprobs"] = {"content": content + part["logprobs"]["content"]}
+                    choice["logprobs"]["content"] += part["logprobs"]["content"]
                 if "token_ids" in part:
-                    choice["token_ids"] = choice.get("token_ids", []) + part["token_ids"]
+                    choice["token_ids"] += part["token_ids"]
         if complete := [call for index, call in enumerate(calls) if self.writer.is_complete(index)]:
             message["tool_calls"] = complete
-        if self.body.return_token_ids:
-            choice["prompt_token_ids"] = list(self.request.ids)
         return {**self.head, "object": "chat.completion", "choices": [choice], "usage": self.usage}
 
 
@@ -218,7 +220,7 @@ def _options(body: ChatBody) -> ChatOptions:
 async def complete_chat(request: Request) -> Response:
     service: Service = request.app.state.service
     body = await read_body(request, ChatBody)
-    chat = build_chat(service, body)
+    chat = await asyncio.to_thread(build_chat, service, body)
     if body.stream:
         return await start_stream(request, chat.chunks(service.thread))
     return ASCIIResponse(await unless_gone(request, chat.whole(service.thread)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
@@ -96,18 +97,17 @@ class Continuation:
         return extra
 
     async def whole(self, thread: Streaming) -> dict[str, Any]:
-        choice: dict[str, Any] = {"index": 0, "text": "", "logprobs": None}
+        choice: dict[str, Any] = {"index": 0, "text": "", "logprobs": None if self.body.logprobs is None else {}}
+        if self.body.return_token_ids:
+            choice |= {"prompt_token_ids": list(self.request.ids), "token_ids": []}
         async with aclosing(self.chunks(thread)) as chunks:
             async for part in (chunk["choices"][0] async for chunk in chunks if chunk["choices"]):
                 choice["text"] += part["text"]
                 choice["finish_reason"] = part["finish_reason"]
-                if part["logprobs"] is not None:
-                    known = choice["logprobs"] or {}
-                    choice["logprobs"] = {key: known.get(key, []) + part["logprobs"][key] for key in part["logprobs"]}
+                for key, values in (part["logprobs"] or {}).items():
+                    choice["logprobs"].setdefault(key, []).extend(values)
                 if "token_ids" in part:
-                    choice["token_ids"] = choice.get("token_ids", []) + part["token_ids"]
-        if self.body.return_token_ids:
-            choice["prompt_token_ids"] = list(self.request.ids)
+                    choice["token_ids"] += part["token_ids"]
         return {**self.head, "choices": [choice], "usage": self.usage}
 
 
@@ -141,7 +141,7 @@ def build_continuation(service: Service, body: CompletionBody) -> Continuation:
 async def complete_text(request: Request) -> Response:
     service: Service = request.app.state.service
     body = await read_body(request, CompletionBody)
-    continuation = build_continuation(service, body)
+    continuation = await asyncio.to_thread(build_continuation, service, body)
     if body.stream:
         return await start_stream(request, continuation.chunks(service.thread))
     return ASCIIResponse(await unless_gone(request, continuation.whole(service.thread)))
