@@ -175,6 +175,20 @@ def test_bad_bodies_are_refused(served: Served, body: bytes) -> None:
     assert httpx.post(f"{served.url}/v1/generate", content=body).status_code == 400
 
 
+@pytest.mark.parametrize("prompt", [[], "", [[]], ["one", "two"], [[5], [6]], [VOCAB], [-1], {"a": 1}], ids=str)
+def test_bad_prompts_are_refused(served: Served, prompt) -> None:
+    answer = httpx.post(f"{served.url}/v1/completions", json={"prompt": prompt})
+    assert answer.status_code == 400
+    if prompt in (["one", "two"], [[5], [6]]):
+        assert "one prompt a request" in answer.json()["error"]["message"]
+
+
+def test_an_answer_that_cannot_go_on_is_an_error(served: Served) -> None:
+    answer = httpx.post(f"{served.url}/v1/generate", json={"ids": [5], "banned_ids": list(range(VOCAB))})
+    assert answer.status_code == 500
+    assert "no token may come next" in answer.json()["error"]["message"]
+
+
 def test_unknown_names_are_not_found(served: Served) -> None:
     with pytest.raises(openai.NotFoundError, match="there is no model 'other'"):
         served.client().chat.completions.create(model="other", messages=QUESTION)
@@ -228,6 +242,18 @@ def test_leaving_in_mid_stream_frees_the_slot(served: Served) -> None:
     with pytest.raises(openai.APITimeoutError):
         served.client().with_options(timeout=0.3).completions.create(model="moonlet", prompt="the", max_tokens=1500)
     _until_idle(served)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_leaving_before_the_first_token_frees_the_slot(served: Served, stream: bool) -> None:
+    httpx.post(f"{served.url}/pause")
+    try:
+        with pytest.raises(httpx.ReadTimeout):
+            asked = {"prompt": "the", "max_tokens": 900, "stream": stream}
+            httpx.post(f"{served.url}/v1/completions", json=asked, timeout=httpx.Timeout(5, read=0.5))
+        _until_idle(served)
+    finally:
+        httpx.post(f"{served.url}/resume")
 
 
 def test_thirty_at_once_with_leavers_answer_as_one_by_one(model, tokenizer) -> None:

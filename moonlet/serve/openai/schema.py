@@ -56,13 +56,13 @@ class Asked(SamplingFields):
 
 
 class CompletionBody(Asked):
-    prompt: str | list[int] | Annotated[list[str], Field(min_length=1, max_length=1)] | list[list[int]]
+    prompt: str | list[int] | list[str] | list[list[int]]
     max_tokens: int | None = 16
     logprobs: int | None = Field(None, ge=0, le=20)
 
     @model_validator(mode="after")
     def _one_prompt(self) -> CompletionBody:
-        if isinstance(self.prompt, list) and self.prompt and isinstance(self.prompt[0], list) and len(self.prompt) > 1:
+        if isinstance(self.prompt, list) and len(self.prompt) > 1 and not isinstance(self.prompt[0], int):
             raise ValueError("one prompt a request; send several requests, they run together")
         return self
 
