@@ -16,7 +16,7 @@ from moonlet.errors import ConfigError, MoonletError, NonFiniteError, RequestErr
 from moonlet.model.k3 import K3
 from moonlet.serve.outside import StoredPrefixes
 from moonlet.serve.pages import OutOfPagesError, PagePool, pages_for
-from moonlet.serve.prefix_cache import Node, PrefixCache
+from moonlet.serve.prefix_cache import PrefixCache, chain_keys
 from moonlet.serve.runner import Runner
 from moonlet.serve.sampler import draw
 from moonlet.serve.scheduler import Scheduler, SchedulerConfig
@@ -237,17 +237,19 @@ class Engine:
         self.runner.leave([sequence])
         for page in sequence.table:
             self.pool.release(page)
-        sequence.table, sequence.states, sequence.num_computed, sequence.turn = [], {}, 0, None
+        sequence.table, sequence.keys, sequence.states = [], [], {}
+        sequence.num_computed, sequence.turn, sequence.is_mixed = 0, None, False
 
     def _remember(self, sequence: Sequence, *, is_turn: bool) -> None:
         """Enter what is computed into the cache; a decoding sequence's newest checkpoint replaces its last one."""
         done = sequence.num_computed
-        if not self.config.prefix_cache or done % self.config.hash_block:
+        if not self.config.prefix_cache or sequence.is_mixed or done % self.config.hash_block:
             return
         checkpoint = self.runner.states_of(sequence)
-        node = self.cache.enter(sequence.ids[:done], sequence.table, checkpoint)
+        chain_keys(sequence.keys, self.cache.root, sequence.ids[:done], self.config.hash_block)
+        node = self.cache.enter(sequence.keys, sequence.table, checkpoint)
         if is_turn and node is not None and node.checkpoint is checkpoint:
-            if isinstance(sequence.turn, Node):
+            if sequence.turn is not None:
                 self.cache.drop_checkpoint(sequence.turn)
             sequence.turn = node
 
@@ -306,7 +308,7 @@ class Engine:
             for name, target in self.model.state_dict().items():
                 target.copy_(weights[name])
         for sequence in self.scheduler.running:
-            sequence.turn = None
+            sequence.turn, sequence.is_mixed = None, sequence.num_computed > 0
         self.weights_version, self.model_id = version, compute_model_id(self.model)
         self.cache.clear(self._root())
 

@@ -56,12 +56,11 @@ class Outside(Protocol):
         """Enter as many of the keys that follow `parent` as it has, in order."""
 
 
-def chained_keys(root: bytes, ids: Sequence[int], block: int) -> list[bytes]:
-    """One key for every whole block of `ids`."""
-    data = np.asarray(ids, dtype=np.int64)
-    keys, key = [], root
-    for end in range(block, len(ids) + 1, block):
-        key = hashlib.sha256(key + data[end - block : end].tobytes()).digest()
+def chain_keys(keys: list[bytes], root: bytes, ids: Sequence[int], block: int) -> list[bytes]:
+    """`keys` of the first blocks of `ids`, extended in place to one for every whole block."""
+    key = keys[-1] if keys else root
+    for start in range(len(keys) * block, len(ids) - block + 1, block):
+        key = hashlib.sha256(key + np.asarray(ids[start : start + block], dtype=np.int64).tobytes()).digest()
         keys.append(key)
     return keys
 
@@ -94,7 +93,7 @@ class PrefixCache:
         OutOfPagesError; then nothing is shared.
         """
         self.num_asked_tokens += len(ids)
-        keys = chained_keys(self.root, ids[: len(ids) - 1], self.block)
+        keys = chain_keys([], self.root, ids[: len(ids) - 1], self.block)
         nodes = self._walk(keys)
         if self.outside is not None and len(nodes) < len(keys):
             self.outside.load(self, nodes[-1] if nodes else None, keys[len(nodes) :])
@@ -141,22 +140,21 @@ class PrefixCache:
         return [*whole, own]
 
     # -- writing ------------------------------------------------------------------------------------------------------
-    def enter(self, ids: Sequence[int], table: Sequence[int], checkpoint: Checkpoint | None = None) -> Node | None:
-        """Tokens `ids` are computed and their rows lie in the pages of `table`. `checkpoint` is the state after all of
-        them, whose number is then a multiple of the block; it is the cache's from now on. Returns the last node."""
-        keys = chained_keys(self.root, ids, self.block)
-        parent: Node | None = None
-        for index, key in enumerate(keys):
+    def enter(self, keys: Sequence[bytes], table: Sequence[int], checkpoint: Checkpoint | None = None) -> Node | None:
+        """The blocks of `keys` are computed and their rows lie in the pages of `table`. `checkpoint` is the state after
+        the last of them; it is the cache's from now on. Returns the last node, None without keys."""
+        known = len(keys)
+        while known and keys[known - 1] not in self.nodes:  # a key that is there has all before it there
+            known -= 1
+        node = self.nodes[keys[known - 1]] if known else None
+        for index in range(known, len(keys)):
             position = (index + 1) * self.block
-            parent = self.nodes.get(key) or self.add(
-                key, position, table[(position - 1) // self.pool.page_rows], parent
-            )
-        if parent is None:
-            return None
-        self._touch([parent])
-        if checkpoint is not None and len(ids) % self.block == 0:
-            self.keep_checkpoint(parent, checkpoint)
-        return parent
+            node = self.add(keys[index], position, table[(position - 1) // self.pool.page_rows], node)
+        if node is not None:
+            self._touch([node])
+            if checkpoint is not None:
+                self.keep_checkpoint(node, checkpoint)
+        return node
 
     def add(self, key: bytes, position: int, page: int, parent: Node | None) -> Node:
         """A new key; its page is shared with the cache."""

@@ -12,6 +12,7 @@ from typing import Literal, Protocol
 from torch import Tensor
 
 from moonlet.model.state import KDAState
+from moonlet.serve.prefix_cache import Node
 from moonlet.serve.sampler import Drawn, SamplingParams
 
 Finish = Literal["stop", "length", "abort", "deadline", "error"]
@@ -95,7 +96,9 @@ class Sequence:
     states: dict[int, KDAState] = field(default_factory=dict)  # by layer, while it is in no decode batch
     submitted_at: float = field(default_factory=time.monotonic)
     finish: Finish | None = None
-    turn: object = None  # the cache's newest checkpoint of this sequence, which the next one replaces
+    is_mixed: bool = False  # its state is in part of older weights: nothing of it may enter the cache
+    turn: Node | None = None  # the cache's newest checkpoint of this sequence, which the next one replaces
+    keys: list[bytes] = field(default_factory=list)  # of the cache, for the blocks that were entered so far
     seen: tuple[Counter[int], Counter[int]] | None = None
 
     def __post_init__(self) -> None:
@@ -111,10 +114,6 @@ class Sequence:
     def num_pending(self) -> int:
         """Tokens that the model has yet to read before it can say the next one."""
         return len(self.ids) - self.num_computed
-
-    @property
-    def is_decoding(self) -> bool:
-        return self.num_pending == 1 and bool(self.states or self.num_computed)
 
     @property
     def deadline(self) -> float | None:

@@ -144,19 +144,24 @@ def test_other_weights_never_meet_old_prefixes() -> None:
 def test_an_update_in_mid_answer_is_tagged(model, keep: bool) -> None:
     served = engine(tiny_model(0))
     collector = Collector()
-    served.submit(Request(prompt(40), SamplingParams(seed=2), max_tokens=12), collector)
+    served.submit(Request(prompt(40), SamplingParams(seed=2), max_tokens=30), collector)
     while sum(event.drawn is not None for event in collector.events) < 5:
         served.step()
     served.update_weights(tiny_model(1).state_dict(), version=1, keep_states=keep)
     while served.has_work:
         served.step()
     completion = collector.completion()
-    assert completion.versions == [0] * 5 + [1] * 7
+    assert completion.versions == [0] * 5 + [1] * 25
     ids = torch.tensor([[*prompt(40), *completion.ids]])
     logprobs = tiny_model(1)(ids)[0, 39:-1].log_softmax(-1).gather(1, ids[0, 40:, None]).squeeze(1).detach()
     is_new = torch.tensor(completion.logprobs[5:]) == logprobs[5:]
     if kernels() == "native":
         assert bool(is_new.all()) == (not keep)
+    # What a kept state was is of two weights: it must never be a prefix for others.
+    request = Request(ids[0].tolist(), SamplingParams(seed=9), max_tokens=4)
+    after = served.generate([request])[0]
+    assert (after.num_cached > 0) == (not keep)
+    check_against_plain(tiny_model(1), request, after)
     check_empty(served)
 
 
