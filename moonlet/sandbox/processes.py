@@ -1,4 +1,4 @@
-"""Processes of a machine as the host sees them, known by pid and start time so that a reused pid is never touched."""
+"""Processes of the host, known by pid and start time so that a reused pid is never touched."""
 
 from __future__ import annotations
 

@@ -25,7 +25,8 @@ from moonlet.sandbox.backend import Machine, MachineSpec, Probe, Template
 from moonlet.sandbox.guest.client import Guest
 from moonlet.sandbox.guest.stream import GuestStream
 from moonlet.sandbox.gvisor import GvisorBackend, cgroup
-from moonlet.sandbox.gvisor.processes import ProcessId, container_id, find_processes
+from moonlet.sandbox.gvisor.containers import container_id, find_processes
+from moonlet.sandbox.processes import ProcessId
 
 COUNTER = "i=0; while :; do i=$((i+1)); echo $i > /workspace/count.tmp; mv /workspace/count.tmp /workspace/count; sleep 0.05; done"
 RUNSC = os.environ.get("MOONLET_TEST_RUNSC", "runsc")  # another version than the installed one
@@ -482,11 +483,11 @@ def test_process_is_known_by_its_start(tmp_path: Path) -> None:
     child = subprocess.Popen(["sleep", "60"])
     known = ProcessId.of(child.pid)
     assert known is not None and known.is_alive()
-    assert not ProcessId(child.pid, known.started + 1).is_alive()
-    ProcessId(child.pid, known.started + 1).kill()
+    assert not ProcessId(child.pid, known.start + 1).is_alive()
+    ProcessId(child.pid, known.start + 1).kill()
     assert known.is_alive()
     known.kill()
-    asyncio.run(known.wait_exit())
+    asyncio.run(known.ended())
     assert ProcessId.of(child.pid) is None
     child.wait()
 

@@ -18,7 +18,7 @@ from moonlet.sandbox.api import Sandbox
 from moonlet.sandbox.backend import Template
 from moonlet.sandbox.namespace.landlock import LandlockBackend
 from moonlet.sandbox.namespace.landlock_rules import landlock_version
-from moonlet.sandbox.namespace.processes import ProcessId
+from moonlet.sandbox.processes import ProcessId
 from tests.sandbox.conftest import Bench, open_bench
 
 

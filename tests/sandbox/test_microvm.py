@@ -35,7 +35,7 @@ from moonlet.sandbox.microvm.backend import MicrovmBackend
 from moonlet.sandbox.microvm.image import COPY_LIMIT_BYTES
 from moonlet.sandbox.microvm.machine import QemuMachine
 from moonlet.sandbox.microvm.saved import Saved
-from moonlet.sandbox.namespace.processes import ProcessId
+from moonlet.sandbox.processes import ProcessId
 from tests.sandbox.conftest import require
 
 pytestmark = pytest.mark.slow

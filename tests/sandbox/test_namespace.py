@@ -21,7 +21,7 @@ from moonlet.sandbox.namespace import bwrap, cgroup, freeze
 from moonlet.sandbox.namespace.backend import NamespaceBackend
 from moonlet.sandbox.namespace.bwrap import Bubblewrap, find_bubblewrap
 from moonlet.sandbox.namespace.machine import NamespaceMachine
-from moonlet.sandbox.namespace.processes import tree
+from moonlet.sandbox.processes import tree
 from tests.sandbox.namespace_life import Life, life
 
 MIB = 1 << 20

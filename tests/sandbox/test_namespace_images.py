@@ -17,7 +17,7 @@ from moonlet.sandbox.api import ExecResult
 from moonlet.sandbox.backend import Template
 from moonlet.sandbox.namespace import files
 from moonlet.sandbox.namespace.backend import NamespaceBackend
-from moonlet.sandbox.namespace.processes import ProcessId
+from moonlet.sandbox.processes import ProcessId
 from tests.sandbox.namespace_life import life, old_bubblewrap
 
 MIB = 1 << 20

@@ -10,7 +10,7 @@ import pytest
 
 from moonlet.sandbox.api import Limits
 from moonlet.sandbox.namespace.backend import NamespaceBackend
-from moonlet.sandbox.namespace.processes import all_pids, command_line
+from moonlet.sandbox.processes import all_pids, command_line
 
 MIB = 1 << 20
 AS_ROOT = os.geteuid() == 0

@@ -73,26 +73,10 @@ def remove(
 
 def _store(state_dir: Path | None) -> TemplateStore:
     from moonlet.sandbox.settings import ServiceConfig, default_state_dir
-    from moonlet.sandbox.template.store import TemplateStore
+    from moonlet.sandbox.template.store import open_store
 
     config = ServiceConfig(state_dir or default_state_dir())
-    records = config.state_dir / "sandboxes.sqlite3"
-    return TemplateStore(
-        config.state_dir / "templates", config.template_cache_bytes, in_use=lambda: used_templates(records)
-    )
-
-
-def used_templates(path: Path) -> set[str]:
-    """Content hashes that the sandboxes and snapshots in these records were made from."""
-    from moonlet.sandbox.records import Records
-
-    if not path.exists():
-        return set()
-    records = Records(path)
-    try:
-        return {row.template_id for row in [*records.sandboxes(), *records.snapshots()]}
-    finally:
-        records.close()
+    return open_store(config.state_dir, config.template_cache_bytes)
 
 
 class ProgressLines:

@@ -13,10 +13,10 @@ from moonlet.sandbox.api import Limits
 from moonlet.sandbox.backend import Backend, MachineSpec, Probe, Progress, Template
 from moonlet.sandbox.gvisor import cgroup
 from moonlet.sandbox.gvisor.bundle import Bundle, write_bundle
+from moonlet.sandbox.gvisor.containers import find_processes, kill_all
 from moonlet.sandbox.gvisor.machine import CHECKPOINT, GUEST, META, GvisorMachine, Life
 from moonlet.sandbox.gvisor.preload import build_preload
 from moonlet.sandbox.gvisor.probing import Found, probe_gvisor
-from moonlet.sandbox.gvisor.processes import find_processes, kill_all
 
 log = logging.getLogger(__name__)
 

@@ -9,55 +9,11 @@ import asyncio
 import contextlib
 import os
 import re
-import signal
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-
-@dataclass(frozen=True)
-class ProcessId:
-    """A process of the host for good: its number and when it began, in clock ticks since boot."""
-
-    pid: int
-    started: int
-
-    @staticmethod
-    def of(pid: int) -> ProcessId | None:
-        """The live process of this number; None if there is none (a zombie is none)."""
-        try:
-            text = Path(f"/proc/{pid}/stat").read_text()
-        except OSError:
-            return None
-        fields = text[text.rindex(")") + 2 :].split()
-        return None if fields[0] in "ZX" else ProcessId(pid, int(fields[19]))
-
-    def is_alive(self) -> bool:
-        return ProcessId.of(self.pid) == self
-
-    async def wait_exit(self) -> None:
-        """Return at once when the process has ended, whoever its parent is."""
-        try:
-            descriptor = os.pidfd_open(self.pid)
-        except ProcessLookupError:
-            return
-        try:
-            if not self.is_alive():
-                return
-            loop = asyncio.get_running_loop()
-            ended = asyncio.Event()
-            loop.add_reader(descriptor, ended.set)
-            try:
-                await ended.wait()
-            finally:
-                loop.remove_reader(descriptor)
-        finally:
-            os.close(descriptor)
-
-    def kill(self) -> None:
-        if self.is_alive():
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(self.pid, signal.SIGKILL)
+from moonlet.sandbox.processes import ProcessId, all_pids, command_line
 
 
 @dataclass(frozen=True)
@@ -79,17 +35,12 @@ def find_processes(label: str, sandbox: str | None = None) -> list[ContainerProc
     name = re.escape(sandbox) if sandbox is not None else r"[^/=]+"
     pattern = re.compile(rf"(?:^|[/=])({re.escape(label)}\.({name})\.\d+)(?:$|/)")
     found = []
-    for entry in os.listdir("/proc"):
-        if not entry.isdigit():
-            continue
-        try:
-            argv = Path(f"/proc/{entry}/cmdline").read_bytes().decode(errors="replace").split("\0")
-        except OSError:
-            continue
+    for pid in all_pids():
+        argv = command_line(pid)
         if not any("runsc" in argument for argument in argv):
             continue
         match = next((m for m in map(pattern.search, argv) if m), None)
-        process = ProcessId.of(int(entry)) if match else None
+        process = ProcessId.of(pid) if match else None
         if match and process:
             found.append(ContainerProcess(process, match[1], match[2], tuple(argv)))
     return found
@@ -103,7 +54,7 @@ async def kill_all(find: Callable[[], list[ContainerProcess]], *, timeout_s: flo
             for one in found:
                 one.process.kill()
                 killed[one.process] = one
-            await asyncio.gather(*(one.process.wait_exit() for one in found))
+            await asyncio.gather(*(one.process.ended() for one in found))
     return list(killed.values())
 
 

@@ -26,8 +26,9 @@ from moonlet.sandbox.generations import settled
 from moonlet.sandbox.guest.stream import FifoPair
 from moonlet.sandbox.gvisor import cgroup
 from moonlet.sandbox.gvisor.bundle import SENTRY_BYTES, Bundle, link_or_copy, write_config
-from moonlet.sandbox.gvisor.processes import ProcessId, container_id, find_processes, held_bytes, kill_all
+from moonlet.sandbox.gvisor.containers import container_id, find_processes, held_bytes, kill_all
 from moonlet.sandbox.gvisor.runsc import Runsc, call, read_log
+from moonlet.sandbox.processes import ProcessId
 
 META = "machine.json"
 CHECKPOINT = "checkpoint"
@@ -279,11 +280,11 @@ class GvisorMachine(Machine):
     async def _is_over(self, process: ProcessId) -> bool:
         """Wait for the end of the Sentry; without control groups also see to it that it keeps to its memory."""
         if self._runsc.has_cgroups:
-            await process.wait_exit()
+            await process.ended()
             return not self._is_destroyed
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_WATCH_S):
-                await process.wait_exit()
+                await process.ended()
         if not process.is_alive():
             return not self._is_destroyed
         if await asyncio.to_thread(self._used_bytes) > self.spec.limits.memory_bytes + SENTRY_BYTES:
@@ -323,7 +324,7 @@ class GvisorMachine(Machine):
         label, sandbox = self.spec.label, self.spec.id
         async with asyncio.timeout(_SAVE_S):
             while pending := [p for p in find_processes(label, sandbox) if CHECKPOINT in p.argv]:
-                await asyncio.gather(*(one.process.wait_exit() for one in pending))
+                await asyncio.gather(*(one.process.ended() for one in pending))
 
 
 @contextlib.contextmanager

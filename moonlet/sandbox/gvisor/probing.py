@@ -15,9 +15,9 @@ from moonlet.sandbox.api import Caps, Limits
 from moonlet.sandbox.backend import MachineSpec, Probe, Template
 from moonlet.sandbox.gvisor import cgroup
 from moonlet.sandbox.gvisor.bundle import Bundle, write_bundle
+from moonlet.sandbox.gvisor.containers import find_processes, kill_all
 from moonlet.sandbox.gvisor.machine import GvisorMachine, Life
 from moonlet.sandbox.gvisor.preload import build_preload
-from moonlet.sandbox.gvisor.processes import find_processes, kill_all
 from moonlet.sandbox.gvisor.runsc import INSTALL_HINT, Runsc, find_runsc
 
 _LABEL = "moonlet-probe"

@@ -24,7 +24,7 @@ from moonlet.sandbox.microvm.memory import RAM_FILE
 from moonlet.sandbox.microvm.qemu import Boot, Hardware, Qemu, Start, boot_args
 from moonlet.sandbox.microvm.saved import FACTS, STATE, Saved
 from moonlet.sandbox.microvm.templates import Booter, ram_mib
-from moonlet.sandbox.namespace.processes import ProcessId
+from moonlet.sandbox.processes import ProcessId
 
 BOOT_S = 180.0  # emulated, on a machine that is busy with other things
 _LAYER, _TEMPLATE_LAYERS = 2, 2

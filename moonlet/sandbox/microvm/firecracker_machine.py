@@ -39,7 +39,7 @@ from moonlet.sandbox.microvm.saved import FACTS, STATE, Life, Saved
 from moonlet.sandbox.microvm.spawn import SocketFolder
 from moonlet.sandbox.microvm.templates import Booter
 from moonlet.sandbox.microvm.vmlinux import unpack_kernel
-from moonlet.sandbox.namespace.processes import ProcessId
+from moonlet.sandbox.processes import ProcessId
 
 KIND, LOG = "firecracker", "firecracker.log"
 START_S = 10.0

@@ -20,7 +20,7 @@ from moonlet.sandbox.microvm.qemu import DISK, Qemu, Start
 from moonlet.sandbox.microvm.qmp import Qmp, QmpError
 from moonlet.sandbox.microvm.saved import PAGES, STATE, Life, Saved
 from moonlet.sandbox.microvm.spawn import AGENT_SOCKET, CONSOLE_SOCKET, QMP_SOCKET, SocketFolder, log_end, spawn
-from moonlet.sandbox.namespace.processes import ProcessId
+from moonlet.sandbox.processes import ProcessId
 
 LOAD_S = 120.0
 LAST_WORDS = 2000  # characters

@@ -10,7 +10,7 @@ from moonlet.sandbox.api import Limits
 from moonlet.sandbox.backend import MachineSpec, Template
 from moonlet.sandbox.generations import in_thread
 from moonlet.sandbox.microvm.monitor import DIE_S
-from moonlet.sandbox.namespace.processes import ProcessId, all_pids, command_line
+from moonlet.sandbox.processes import ProcessId, all_pids, command_line
 
 BOOT_LABEL = "template"  # of machines that boot a template; they belong to a process, not to a state directory
 

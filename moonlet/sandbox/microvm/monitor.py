@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from moonlet.errors import SandboxDiedError, SandboxTimeoutError
 from moonlet.sandbox.generations import in_thread
-from moonlet.sandbox.namespace.processes import ProcessId
+from moonlet.sandbox.processes import ProcessId
 
 DIE_S = 20.0
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from moonlet.errors import SandboxDiedError, SandboxStateError
 from moonlet.sandbox.microvm.qemu import Hardware
-from moonlet.sandbox.namespace.processes import ProcessId
+from moonlet.sandbox.processes import ProcessId
 
 FACTS, PAGES, STATE = "machine.json", "pages", "state"
 FORMAT = 1

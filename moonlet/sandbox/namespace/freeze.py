@@ -11,7 +11,7 @@ import signal
 import time
 from collections.abc import Iterable
 
-from moonlet.sandbox.namespace.processes import ProcessId, tree
+from moonlet.sandbox.processes import ProcessId, tree
 
 _STOPPED, _WAITING = "TtZX", "D"
 _PATIENCE_S = 0.1  # so long must a process have waited in the kernel to count as stopped

@@ -30,9 +30,9 @@ from moonlet.sandbox.namespace.image import IMAGE_FORMAT, check_image
 from moonlet.sandbox.namespace.landlock_rules import READ, WRITE, Rule, landlock_version, restrict_thread
 from moonlet.sandbox.namespace.launch import LOG, SYSTEM_PATH, Identity, boot_id, fifos, in_own_thread
 from moonlet.sandbox.namespace.machine import NamespaceMachine
-from moonlet.sandbox.namespace.processes import ProcessId, all_pids, tree, until_gone
 from moonlet.sandbox.namespace.stage import can_be_another_user, machine_user
 from moonlet.sandbox.namespace.syscalls import this_architecture
+from moonlet.sandbox.processes import ProcessId, all_pids, tree, until_gone
 
 # Sockets by path escape Landlock, and the host's may be strong (docker.sock): there are pairs of sockets only.
 _NO_FAMILIES: tuple[int, ...] = ()

@@ -28,9 +28,9 @@ from moonlet.sandbox.hostview import host_dirs
 from moonlet.sandbox.namespace import bwrap, files, host_etc, linux, seccomp
 from moonlet.sandbox.namespace.bwrap import Bubblewrap, Overlay, View
 from moonlet.sandbox.namespace.image import LIVE_NOTE, describe
-from moonlet.sandbox.namespace.processes import ProcessId, command_line, wait_ended
 from moonlet.sandbox.namespace.stage import Stage, machine_user
 from moonlet.sandbox.namespace.syscalls import this_architecture
+from moonlet.sandbox.processes import ProcessId, command_line, wait_ended
 
 START_TIMEOUT_S = 30.0
 LOG = "machine.log"

@@ -18,7 +18,7 @@ from moonlet.sandbox.namespace import files, freeze
 from moonlet.sandbox.namespace.cgroup import Cgroup
 from moonlet.sandbox.namespace.image import IMAGE_NOTE, describe
 from moonlet.sandbox.namespace.launch import Identity, fifos
-from moonlet.sandbox.namespace.processes import ProcessId, children, glance, proportional_bytes, tree, wait_ended
+from moonlet.sandbox.processes import ProcessId, children, glance, proportional_bytes, tree, wait_ended
 
 _KILL_TIMEOUT_S = 10.0
 _DISK_REFRESH_S = 4.0

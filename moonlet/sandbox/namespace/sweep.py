@@ -9,7 +9,7 @@ from collections import defaultdict
 
 from moonlet.sandbox.namespace import cgroup
 from moonlet.sandbox.namespace.bwrap import marked_machine
-from moonlet.sandbox.namespace.processes import ProcessId, all_pids, command_line, until_gone
+from moonlet.sandbox.processes import ProcessId, all_pids, command_line, until_gone
 
 
 def sweep(label: str, keep: set[str]) -> list[str]:
