@@ -172,6 +172,17 @@ def test_placement_by_room(configs: list[HostConfig]) -> None:
 
 
 @pytest.mark.slow
+def test_creates_in_turn_are_spread_too(configs: list[HostConfig]) -> None:
+    """However quick they are: the load that is known is older than the last create."""
+
+    async def work(cluster: Cluster) -> None:
+        boxes = [await cluster.create(SPEC) for _ in range(4)]
+        assert sorted(box.host.name for box in boxes) == ["a", "a", "b", "b"]
+
+    run(configs, work)
+
+
+@pytest.mark.slow
 def test_a_lost_actor_takes_only_its_own_and_comes_back(configs: list[HostConfig]) -> None:
     async def work(cluster: Cluster) -> None:
         boxes = [await cluster.create(SPEC) for _ in range(2)]

@@ -66,6 +66,11 @@ class _Known:
     asked_at: float = float("-inf")
     num_coming: int = 0  # creates under way, which its load does not show yet
 
+    def count_one(self) -> None:
+        """A create is done, which the load shows only when it is asked for again."""
+        if self.load is not None:
+            self.load = replace(self.load, running=self.load.running + 1, total=self.load.total + 1)
+
 
 class Cluster:
     """`async with Cluster(hosts) as cluster: sandbox = await cluster.create(spec)`; Ray must be initialised.
@@ -152,7 +157,9 @@ class Cluster:
         for known in await self._by_room():
             known.num_coming += 1
             try:
-                return HostedSandbox(known.host, await self._create_on(known.host, spec))
+                made = HostedSandbox(known.host, await self._create_on(known.host, spec))
+                known.count_one()
+                return made
             except (SandboxLimitError, SandboxDiedError, TemplateError, BackendUnavailableError) as error:
                 known.asked_at = float("-inf")
                 errors.append(error)
